@@ -27,10 +27,11 @@ _PIECE = 2**24
 def check_tensors(loaded: Mapping[str, Mapping[str, Any]], groups: list[BlockGroup]) -> None:
     """Check the tensors that a state has for the layers of some groups, also those that only other ranks need.
 
-    So all ranks reject the same state, without communication. Every tensor must have a fitting dtype and shape, and
-    finite elements. Of running averages, symmetric matrices must be positive semi-definite (`_are_semidefinite`), and
-    the elements of `TensorSpec.nonnegative` ones at least 0, as is the diagonal of the Fisher if one average determines
-    it. Bias corrections must be in [0, 1].
+    So all ranks reject the same state, without communication. Every tensor must have a fitting dtype and shape. Running
+    averages, their bias corrections and the curvature's state must be finite; not the results of tasks, as the guard
+    replaces those that are unusable. Of running averages, symmetric matrices must be positive semi-definite
+    (`_are_semidefinite`), and the elements of `TensorSpec.nonnegative` ones at least 0, as the diagonal of the Fisher
+    if one average determines it. Bias corrections must be in [0, 1].
 
     Cost: a Cholesky decomposition of each factor, on the model's device.
 
@@ -41,14 +42,16 @@ def check_tensors(loaded: Mapping[str, Mapping[str, Any]], groups: list[BlockGro
         averages = {spec.name for spec in group.statistics}
         for member in group.members:
             tensors, count = loaded.get(member.layer.key, {}), member.stop - member.start
-            results = (*group.written(group.rows_of(tensors)), *group.memory_specs)
-            specs = {spec.name: spec for spec in (*group.statistics, *results)}
+            results = {spec.name: spec for spec in group.written(group.rows_of(tensors))}
+            specs = results | {spec.name: spec for spec in (*group.statistics, *group.memory_specs)}
             specs |= {name: TensorSpec(name, (), nonnegative=True) for name in _WEIGHTS}
             for name, tensor in tensors.items():
                 place = f"state['blocks'][{member.layer.key!r}][{name!r}]"
                 if name in specs:
                     _check_kind(place, tensor, (count, *specs[name].shape), whole=False)
-                    _check_elements(place, tensor, specs[name], group.device, factor=name in {*averages, *_WEIGHTS})
+                    if name not in results:
+                        factor = name in averages or name in _WEIGHTS
+                        _check_elements(place, tensor, specs[name], group.device, factor=factor)
                     fits = name not in _WEIGHTS or bool((tensor <= 1 + _EXACT).all())
                     require(fits, place, tensor, "at most 1")
                     if group.curvature.diagonal_reads == (name,):
