@@ -32,7 +32,7 @@ _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 
 
 def check_arguments(model: object, optimizer: object, arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of `natgrad.Preconditioner`, of which a default `kl_clip` is left out.
+    """Check the arguments of `natgrad.Preconditioner`, without `kl_clip` if it has its default.
 
     Raises:
         ValueError: naming the first that is not allowed, its value and the allowed values.

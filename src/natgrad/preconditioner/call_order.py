@@ -17,7 +17,7 @@ from natgrad.versions import BLIND
 
 
 class GradientVersions:
-    """Which tensors were the gradients at one moment, and whether they have changed since. Does not keep them alive."""
+    """Records which tensors are the gradients, and finds out whether they have changed since. Holds weak references."""
 
     def __init__(self) -> None:
         """Start without gradients."""

@@ -26,9 +26,9 @@ class StepCounters:
         refreshed: For parts that read one side, the other or both, the step of their last decomposition.
         damping: γ of the last step.
         factor_updates: The number of updates of the factors.
-        inverse_updates: The number of refreshes.
+        inverse_updates: The number of inverse refreshes.
         seconds: Host seconds by phase.
-        began: When the clock of `explain` started. 0: not yet.
+        began: When the clock of `explain` started, in seconds of ``perf_counter``. 0: not yet.
         ended: When the last step ended.
     """
 
@@ -53,7 +53,7 @@ class StepCounters:
 
     @property
     def last_inverses(self) -> int | None:
-        """The step of the last refresh. None: never."""
+        """The step of the last inverse refresh. None: never."""
         return max(self.refreshed.values(), default=None)
 
     @last_inverses.setter
@@ -66,7 +66,7 @@ class StepCounters:
         self.factor_updates += 1
 
     def record_inverses(self, reads: Iterable[Reads] = READS) -> None:
-        """Record a refresh in this step of the parts that read some sides."""
+        """Record an inverse refresh, in this step, of the parts that read some sides."""
         self.refreshed |= dict.fromkeys(reads, self.step)
         self.inverse_updates += 1
 

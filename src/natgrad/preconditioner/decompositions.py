@@ -80,7 +80,7 @@ class Decompositions:
         begins = not parts.progress.has_curvature
         with parts.progress.phase("renew", parts.runtime):
             plan = parts.structure.plan
-            rows_updated = self._update_rows(count, damping)  # first: so they are seen
+            rows_updated = self._update_rows(count, damping)  # first, so that `observed` includes these layers
             captured = (capture.wanted or not parts.summed) and not parts.renews_in_background
             captured = captured and (capture.rows.wanted or not parts.gathered)
             captured = captured and len(capture.sums.choice.sides) == len(SIDES)
@@ -106,7 +106,7 @@ class Decompositions:
         if not (parts.gathered and capture.rows.wanted) or (skips is not None and bool(skips)):
             return False
         capture.finish()
-        parts.epochs.see(parts.clip.optimizer)
+        parts.epochs.read_learning_rates(parts.clip.optimizer)
         refresh = RowRefresh(
             plan=parts.structure.plan,
             runtime=parts.runtime,

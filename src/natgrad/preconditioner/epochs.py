@@ -1,4 +1,4 @@
-"""The epochs of a training: which are critical (Accordion, as in Mu 2022), and warnings of those that never end."""
+"""Epochs: which are critical (Accordion, as in Mu 2022), and warnings if the user does not end them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from natgrad.refresh import RefreshRule, Sides
 from natgrad.state.block_group import BlockGroup
 
 PATIENCE = 1000
-"""After how many steps of the first epoch `next_epoch` is missed."""
+"""The number of steps after which there is a warning if the first epoch has not ended."""
 _SHORTER = 2
-"""By which factor an epoch has to be shorter than an interval expects."""
+"""An epoch that is shorter than an interval assumes by this factor causes a warning."""
 
 
 def add_gradients(group: BlockGroup, W: Tensor, blocks: slice | Tensor) -> None:
@@ -41,12 +41,12 @@ class EpochState:
     """The epochs so far. The names of the fields are keys of checkpoints.
 
     Attributes:
-        epoch: How many were ended by `next_epoch`.
-        norms: ‖Δ‖ of the last two, Δ the gradient summed over an epoch, over all layers that ask for it.
-        rates: The learning rates at the last refresh of this epoch; empty before it.
-        before: Those at the last refresh of the epochs before.
-        decayed: Whether one has fallen to half or less in between.
-        used: Whether the last refresh was one of KID; None: there was none.
+        epoch: The number of epochs that `next_epoch` has ended.
+        norms: ‖Δ‖ of the last two epochs: Δ is the gradient of the layers that need it, summed over an epoch.
+        rates: The learning rates at the last refresh in this epoch. Empty before it.
+        before: The learning rates at the last refresh in earlier epochs.
+        decayed: Whether a learning rate has fallen to half of `before` or less.
+        used: Whether the last refresh selected rows by KID. None: there was no refresh.
     """
 
     epoch: int = 0
@@ -56,8 +56,8 @@ class EpochState:
     decayed: bool = False
     used: bool | None = None
 
-    def see(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Read the learning rates, at a refresh."""
+    def read_learning_rates(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Read the learning rates at a refresh."""
         groups = [] if optimizer is None else optimizer.param_groups
         self.rates = [float(group["lr"]) for group in groups if "lr" in group]
         if len(self.rates) == len(self.before):
@@ -69,7 +69,7 @@ class EpochState:
         if self.epoch < 2 or self.decayed or len(self.norms) < 2:
             return True
         older, newer = self.norms
-        # What is not finite tells of trouble, which the better method is for.
+        # After numerical failures the more accurate method, KID, is used.
         return not (isfinite(older) and isfinite(newer)) or abs(newer - older) >= threshold * older
 
     def next(self, groups: Sequence[BlockGroup], runtime: Communicator) -> None:
@@ -82,26 +82,26 @@ class EpochState:
                     total = group.memory[EPOCH_GRADIENT]
                     square += float(total.square().sum(dtype=torch.float64))
                     total.zero_()
-            # Each of a layer's workers adds its share: all ranks go by the very same number.
+            # Each worker of a layer adds its share, so that all ranks use the same number.
             workers = len(groups[0].role.assignment.workers)
             self.norms = [*self.norms, runtime.totals([square / workers], "counters")[0] ** 0.5][-2:]
         self.epoch += 1
         self.before, self.rates, self.decayed = self.rates or self.before, [], False
 
     def metrics(self, groups: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
-        """Return the epoch, the rows that stand for the batch where this rank works, and whether KID chose them."""
+        """Return the epoch, the number of rows in use on this rank, and whether KID selected them."""
         rows = [group.rows for group in groups if group.gathered]
         if not rows:
             return {}
         return {"epoch": self.epoch, "rows": max(rows), "kid": float(bool(self.used))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all as plain numbers."""
+        """Return the fields as plain numbers."""
         return {**vars(self), "norms": list(self.norms), "rates": list(self.rates), "before": list(self.before)}
 
     @classmethod
     def loaded(cls, state: Any) -> EpochState:
-        """Return what `state_dict` was called on.
+        """Return an object with the fields that `state_dict` returned.
 
         Raises:
             ValueError: if `state` is not complete.

@@ -29,7 +29,7 @@ class Row:
         reason: Why it is left to the optimizer. Empty if it is preconditioned.
         verdict: The last decision of a refresh rule: "kept", "stopped" or "waiting". Empty: refreshed, or no rule.
         preconditioned: Whether its layer's curvature has preconditioned it in any step so far.
-        fallback: What served its layer instead of fresh curvature in the last step. Empty: nothing.
+        fallback: What preconditioned its layer in the last step in place of fresh curvature. Empty: nothing did.
         reduction: The reduction of its layer, if layers have different ones; else empty.
     """
 

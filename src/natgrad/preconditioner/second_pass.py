@@ -37,11 +37,11 @@ class Reevaluation:
     """A closure that follows torch's convention: it clears the gradients and runs the backward pass."""
 
     def __init__(self, closure: Closure) -> None:
-        """Wrap it."""
+        """Wrap a closure."""
         self._closure = closure
 
     def __call__(self) -> Any:
-        """Call it."""
+        """Call the closure."""
         return self._closure()
 
 
@@ -56,7 +56,7 @@ class _Batch:
         shares: The argument of `StatisticsBuffer.close`.
         gain: The argument of `StatisticsBuffer.close`.
         scale: The scale of the loss.
-        damping: γ of the tasks that the second pass is followed by. None: there are none.
+        damping: γ of the tasks that follow the second pass. None: no tasks follow.
     """
 
     closure: Closure | None
@@ -137,7 +137,7 @@ class SecondPass:
     # --- Damping by the change of the loss ------------------------------------------------------------------------
 
     def quadratic_model(self, damping: float, scale: float | Tensor) -> QuadraticModel | None:
-        """Return the quadratic model of the loss at the present parameters, if a damping rule needs it in this step."""
+        """Return the quadratic model of the loss at the current parameters, if a damping rule needs it in this step."""
         parts = self._parts
         if not parts.damping.adaptation.tries(parts.progress.step):
             return None
@@ -289,7 +289,7 @@ class SecondPass:
 
 
 def _differentiate(result: Any, sums: StatisticsBuffer, capture: Capture, scale: float | Tensor) -> None:
-    """Differentiate what the closure returned."""
+    """Differentiate the loss that the closure returned."""
     if not sums.empty:
         raise NatgradError("the closure has run a backward pass: it is to return the loss, and no more")
     loss = result[0] if isinstance(result, tuple) and result else result

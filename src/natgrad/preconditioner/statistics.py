@@ -1,4 +1,4 @@
-"""The first half of a step's curvature: what the hooks have summed up becomes running averages on their ranks."""
+"""The first part of updating curvature: sum statistics over the ranks, and update the running averages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Statistics:
         self._parts = parts
 
     def attach(self) -> None:
-        """Begin to capture what the layers show, as they are now."""
+        """Begin to capture statistics of the current layers."""
         parts = self._parts
         placement, wire = parts.structure.plan.placement, parts.structure.precision.wire
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
@@ -28,7 +28,7 @@ class Statistics:
         parts.capture.attach(parts.groups, self._buffer(), rows)
 
     def _buffer(self) -> StatisticsBuffer:
-        """Return the sums of all layers, in the messages of the placement."""
+        """Return an empty buffer for the statistics of all layers, with the buckets of the placement."""
         parts, placement = self._parts, self._parts.structure.plan.placement
         groups, shared = parts.summed, parts.runtime.ranks > 1
         if not (placement.rule.sends_during_backward and shared):
@@ -42,7 +42,7 @@ class Statistics:
         )
 
     def choose_next(self) -> None:
-        """Tell the hooks what the coming step needs."""
+        """Choose what the hooks capture in the next step."""
         parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
         layers = [(member.layer.name, group) for group in parts.summed for member in group.members]
@@ -62,7 +62,7 @@ class Statistics:
 
     @property
     def likelihood(self) -> Likelihood | None:
-        """What the coming step draws labels from, before the loss is differentiated; None: it needs none."""
+        """The likelihood from which the next step samples labels. None: it needs no labels."""
         parts, capture = self._parts, self._parts.capture
         sums = capture.wanted and "gradients" in capture.sums.choice.sides
         wanted = (one.curvature for one in parts.groups if (capture.rows.wanted if one.gathered else sums))
@@ -86,8 +86,8 @@ class Statistics:
                 parts.inspection.look(parts.groups, sums, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):
             updated = fold(sums, parts.failure_counters, parts.progress.step)
-            # The answer is waited for only before the first update: a checkpoint loader may step before any forward,
-            # and a first batch may be poisoned.
+            # The host waits for the result only before the first update: a checkpoint loader may step before any
+            # forward pass, and the first batch may not be finite.
             first = parts.progress.last_factors is None
             if parts.agreed(bool(updated)) if first else updated is not None or parts.shares_work:
                 parts.progress.record_factors(sides)

@@ -50,7 +50,7 @@ class Structure:
         precision: The dtypes.
         coverage: Which parameter has which curvature.
         groups: The blocks.
-        plan: Who does what.
+        plan: The assignment of layers to ranks.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Structure:
         return [slot for layer, _ in self.coverage.layers for slot in layer.slots]
 
     def _prepare_refresh(self, rule: RefreshRule) -> None:
-        """Have the groups keep what a refresh rule needs."""
+        """Prepare the groups for a refresh rule."""
         for group in self.groups:
             group.inputs_apart = rule.separate and 0 < len(group.input_statistics) < len(group.statistics)
             if rule.criterion is not None and not group.gathered:
@@ -113,16 +113,18 @@ class Structure:
         asks = self._placement.name == "auto" or self._placement.positions is not None
         if asks and self._ranks > 1 and self._refresh is not None:
             intervals = RefreshIntervals(**self._refresh.intervals(0), reduces=self._reduces)
-        # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
-        # that look need every rank, and so do the seconds of a rule with a cap.
+        # Layers that remain keep their workers, because other ranks may not have their curvature, and "auto" chooses
+        # once. It chooses comm-opt for curvatures that read computed tensors or gather rows, and for rules with a cap.
         placement = self._placement
-        looks = any(
+        needs_comm_opt = any(
             computed_for(own) or gathered(own)
             for own in (statistics_of(curvature, layer) for layer, curvature in self.coverage.layers)
         )
-        looks = looks or (self._refresh is not None and self._refresh.share is not None)
-        if placement.name == "auto" and (looks or (placement.link == Link() and _is_accelerated(self.coverage.layers))):
-            placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
+        needs_comm_opt = needs_comm_opt or (self._refresh is not None and self._refresh.share is not None)
+        if placement.name == "auto" and (
+            needs_comm_opt or (placement.link == Link() and _is_accelerated(self.coverage.layers))
+        ):
+            placement = replace(placement, name="comm-opt")  # the modelled costs are those of a processor core
         plan = make_plan(placement, works, self._ranks, self._assignments, intervals)
         self._placement = plan.placement
         return plan
@@ -134,7 +136,7 @@ class Structure:
         states.restore(states.fitting(known, self.groups), self.groups)
 
     def ahead(self) -> Structure:
-        """Return what `rebuild` would make of this one, which stays as it is; nothing is sent.
+        """Return a rebuilt copy if the model has changed, otherwise this object. Sends nothing.
 
         Raises:
             NatgradError: if the model was sharded meanwhile.
@@ -147,7 +149,7 @@ class Structure:
         return other
 
     def without_state(self) -> Structure:
-        """Return one of the same layers, on the same ranks, whose blocks have no tensors yet."""
+        """Return a copy with the same layers on the same ranks, whose blocks have no tensors."""
         other = copy(self)
         other._assignments = dict(self._assignments)
         other._build()
@@ -166,7 +168,9 @@ class Structure:
 
     def move(self) -> bool:
         """Move all tensors to where the parameters are now; return whether any was elsewhere."""
-        moved = [group.follow() for group in self.groups]  # all of them, not only up to the first
+        moved = [
+            group.follow() for group in self.groups
+        ]  # a list, because `any` alone would stop at the first group that has moved
         return any(moved)
 
 

@@ -77,7 +77,7 @@ class Verification(Printed):
     Attributes:
         rows: One for each layer.
         worst: The largest relative difference of all; infinite where something is not finite.
-        note: What was compared.
+        note: The ranks and the wrapper whose step was compared with that of one process.
     """
 
     def __init__(self, rows: list[Difference], note: str) -> None:
@@ -99,7 +99,7 @@ class Verification(Printed):
         return table
 
     def __repr__(self) -> str:
-        """Say the worst."""
+        """Show the largest difference."""
         return f"<Verification of {len(self.rows)} layers: worst {self.worst:.1e}; {self.note}>"
 
 
@@ -152,7 +152,7 @@ def verify(
     original, written = preconditioner.parts, preconditioner.call_order.written
     root, runtime, untouched = original.structure.root, original.runtime, written.untouched()
     with restored_random_state(root):
-        with extra_passes(root), _without_chance(root):
+        with extra_passes(root), _deterministic(root):
             placed = _placed_parts(original)
             outcome, scores = _step_placed(placed, batch, loss_fn)
             batches, drawn = _gather(batch, runtime), _gather(scores, runtime)
@@ -166,7 +166,7 @@ def verify(
 
 
 def _step_placed(parts: Parts, batch: Any, loss_fn: LossFunction) -> tuple[StepOutcome, list[Tensor]]:
-    """Do a step as the user would; return its outcome, and what was sampled on this rank."""
+    """Do a step as the user would; return its outcome, and the scores that this rank sampled."""
     step, scores = _FirstStep(parts), list[Tensor]()
 
     def draw(likelihood: Likelihood, outputs: Tensor) -> Tensor:
@@ -187,9 +187,9 @@ def _step_alone(
     loss_fn: LossFunction,
     dtype: torch.dtype | None,
 ) -> StepOutcome:
-    """Accumulate over the batches of all ranks in this process, with what was sampled for each, and do a step.
+    """Accumulate over the batches of all ranks in this process, with the scores sampled for each, and do a step.
 
-    Wrappers average what each rank has. Where natgrad reduces the gradients, they are weighted by samples.
+    Wrappers average the gradients of the ranks. Where natgrad reduces the gradients, they are weighted by samples.
     """
     ranks, reduces, owners = len(batches), placed.scaling.reduces, _captured_by_owners(placed)
     parts = _plain_parts(placed, preconditioner, plain, counts_samples=bool(owners) or reduces)
@@ -223,13 +223,13 @@ def _step_alone(
 
 
 def _repeated(scores: list[Tensor]) -> Score:
-    """Return a function that returns what was sampled, in order."""
+    """Return a function that returns the sampled scores in order."""
     remaining = iter(scores)
     return lambda _, outputs: next(remaining).to(outputs)
 
 
 def _captured_by_owners(parts: Parts) -> list[set[str]]:
-    """Return the layers whose statistics each rank captures. Empty: all ranks capture those of all."""
+    """Return the layers whose statistics each rank captures. Empty: every rank captures all layers."""
     plan, layers = parts.structure.plan, [layer for layer, _ in parts.structure.coverage.layers]
     captured = [
         {layer.name for layer in layers if plan.accumulates(layer.key, rank)} for rank in range(parts.runtime.ranks)
@@ -239,7 +239,7 @@ def _captured_by_owners(parts: Parts) -> list[set[str]]:
 
 @dataclass
 class StepOutcome:
-    """What a step has made: every parameter's gradient and every layer's factors, whole and on the host."""
+    """The result of a step: every parameter's gradient and every layer's factors, whole and on the host."""
 
     gradients: dict[str, Tensor | None]
     factors: dict[str, dict[str, Tensor]]
@@ -350,7 +350,7 @@ def _plain_parts(placed: Parts, preconditioner: Preconditioner, model: nn.Module
 
 
 def _fresh(parts: Parts) -> dict[str, Any]:
-    """Return counters at the present step, and no background decompositions."""
+    """Return counters at the current step, and no background decompositions."""
     return {
         "background": BackgroundRefresh(),
         "failure_counters": FailureCounters(Guard(limit=None)),
@@ -375,8 +375,8 @@ def _check_batch(batch: object) -> None:
 
 
 @contextmanager
-def _without_chance(root: nn.Module) -> Iterator[None]:
-    """Begin without gradients, dropout and statistics of batches, and leave everything as it was found."""
+def _deterministic(root: nn.Module) -> Iterator[None]:
+    """Run without gradients, dropout and batch statistics, and restore everything at the end."""
     gradients = [(p.grad, p.grad.detach().clone()) for p in root.parameters() if p.grad is not None]
     try:
         with restored(root):
@@ -390,7 +390,7 @@ def _without_chance(root: nn.Module) -> Iterator[None]:
 
 
 def _gather(value: Any, runtime: Communicator) -> list[Any]:
-    """Return what each rank has, tensors on the host."""
+    """Return the value of each rank, with tensors on the host."""
     leaves, spec = tree_flatten(value)
     leaves = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return [tree_unflatten(each, spec) for each in runtime.all_gather_objects(leaves)]

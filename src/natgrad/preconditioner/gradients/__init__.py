@@ -1,1 +1,1 @@
-"""Gradients on their way: averaged, stacked, preconditioned, clipped, given back."""
+"""Gradients: averaged, stacked, preconditioned, clipped and written back."""

@@ -48,7 +48,7 @@ class Clip:
         self.last: float | Tensor = 1.0
 
     def for_copies(self, copies: Mapping[int, nn.Parameter]) -> Clip:
-        """Return a clip with the present learning rates for copies of parameters, by the ``id`` of the originals."""
+        """Return a clip for copies of parameters, with the current learning rates, by the ``id`` of the originals."""
         if isinstance(self.bound, TrustRegion) and self.optimizer is not None:
             return Clip(copied(self.optimizer, copies), self.bound)
         rates = self._rates() if self.optimizer is not None else {}

@@ -54,15 +54,15 @@ def reduce_gradients(
 ) -> float | Tensor:
     """Replace every ``.grad`` by that of the loss over the samples of all ranks. Sums use at least float32.
 
-    A gradient that is missing on this rank although another rank has one becomes zero before.
+    A gradient that is missing on this rank, but not on another one, counts as zero.
 
     Args:
         model: The model; all its trained parameters take part, preconditioned or not.
         runtime: The ranks.
         samples: This rank's samples (token losses: positions) of the step.
         summed: Whether the loss sums over samples; otherwise it is a mean.
-        groups: The covered layers, if only the worker of each is to get the result. On other ranks ``.grad`` then stays
-            unchanged. None: all ranks get all results.
+        groups: The covered layers, if only the worker of each receives the result. On other ranks ``.grad`` then stays
+            unchanged. None: all ranks receive all results.
         updated: Whether the optimizer has stepped on this rank since the last step.
 
     Returns:
@@ -143,7 +143,7 @@ def _by_kind(parts: Iterable[_Rows]) -> Iterator[list[_Rows]]:
 
 
 def _joined(parts: Iterable[_Rows], weight: Tensor) -> Tensor:
-    """Return this rank's gradients, times its weight, end to end in at least float32."""
+    """Return this rank's gradients, times its weight, as one vector of at least float32."""
     addends = [part.gradient for part in parts if part.gradient is not None]
     dtype = at_least_float32(weight.dtype)
     return flatten(addends).to(dtype).mul_(weight) if addends else torch.empty(0, dtype=dtype, device=weight.device)

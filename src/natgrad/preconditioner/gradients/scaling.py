@@ -136,7 +136,7 @@ class Scaling:
         return counters[0] > 0
 
     def of_captured(self, backwards: int) -> float | Tensor:
-        """Return the factor that turns captured gradients of so many passes into those of per-sample losses.
+        """Return the factor that turns gradients captured in so many `backwards` into those of per-sample losses.
 
         It does not contain the batch size.
         """
@@ -145,7 +145,7 @@ class Scaling:
 
     @property
     def of_loss(self) -> float | Tensor:
-        """The present scale of the ``GradScaler``; 1 without one."""
+        """The current scale of the ``GradScaler``; 1 without one."""
         scale: Tensor | None = getattr(self._scaler, "_scale", None)
         return 1.0 if scale is None else scale
 

@@ -40,7 +40,7 @@ class Inspection:
 
     @property
     def looked(self) -> bool:
-        """Whether `look` has nothing to look for in this step."""
+        """Whether `look` does nothing in this step: it was called before, or the layers have changed."""
         return self._looked or self._has_changed
 
     def restart(self) -> None:

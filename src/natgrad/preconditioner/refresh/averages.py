@@ -46,7 +46,7 @@ def fold(sums: StatisticsBuffer, failure_counters: FailureCounters, seed: int) -
 
 def _finite(piece: BlockSums) -> Tensor:
     """Return whether all sums of each block are finite ``[n]``."""
-    # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
+    # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so it is enough to check the diagonal.
     specs = [spec for spec in piece.group.statistics if spec.name in piece.sums]
     traces = torch.stack([diagonals(piece.sums[spec.name], spec).sum(1) for spec in specs])
     return (traces.abs() < torch.inf).all(0)
@@ -70,7 +70,7 @@ def _outlier(piece: BlockSums, fine: Tensor) -> Tensor:
 
 
 def _average(piece: BlockSums, fine: Tensor, basis_version: list[int], seed: int) -> None:
-    """Update the averages of the blocks that are `fine`; `basis_version` is that at which the sums were begun."""
+    """Update the averages of the blocks that are `fine`; `basis_version` is the version at which the sums began."""
     group, blocks = piece.group, piece.blocks
     decay, restarted = group.curvature.factor_decay, group.restarted_since(basis_version, blocks)
     for spec in group.statistics:

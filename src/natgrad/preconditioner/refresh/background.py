@@ -41,7 +41,7 @@ class _Refresh:
 
     Attributes:
         begun: The step that started it.
-        before: The step that started the previous one.
+        before: The step that started the previous refresh.
         keys: The keys of its layers, the same on all ranks.
         jobs: Its jobs, the same on all ranks.
         pieces: For each job of this rank, the blocks that are decomposed together with the futures of their results,
@@ -174,7 +174,7 @@ class BackgroundRefresh:
             self._refresh = None
 
     def close(self, progress: StepCounters) -> None:
-        """Drop the refresh in progress, and end the thread after its present decomposition."""
+        """Drop the refresh in progress, and end the thread after its current decomposition."""
         self.drop(progress)
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)

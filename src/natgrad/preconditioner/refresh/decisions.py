@@ -124,7 +124,7 @@ class LayerDecision:
         self.outcome = REFRESHED if self.parts else STOPPED if stops else KEPT
 
     def begin_refresh(self) -> None:
-        """Record that the parts are being refreshed from the present statistics."""
+        """Record that the parts are being refreshed from the current statistics."""
         read = (unit.statistics for unit in self.units if unit.parts <= self.parts)
         self.state.begin_refresh(self.index, frozenset().union(*read))
 
@@ -245,7 +245,7 @@ class DecisionState:
     # --- Refreshes -------------------------------------------------------------------------------------------------
 
     def begin_refresh(self, index: int, statistics: Collection[str]) -> None:
-        """Record that a layer is being refreshed from the present values of some `statistics`."""
+        """Record that a layer is being refreshed from the current values of some `statistics`."""
         self.in_progress.add(index)
         blocks, names = self._group.members[index].blocks, tuple(spec.name for spec in self._compared)
         read = tuple(name for name in names if name in statistics)

@@ -196,7 +196,7 @@ class RowRefresh:
         group, started, damping = batch.group, perf_counter(), self.damping * batch.group.factor
         selection, blocks = batch.selection, tensor_on(group.device, batch.blocks)
         selected = selection.A.shape[1]
-        group.allocate_averages()[blocks] = 1  # as of blocks with statistics
+        group.allocate_averages()[blocks] = 1  # as for blocks with statistics
         gathered = {"A": selection.A, "G": selection.G}
         if "Y" in draft:
             gathered["Y"] = _links(selection, damping)
@@ -239,7 +239,7 @@ class RowRefresh:
     def _gather(self, batches: Sequence[RowBatch]) -> None:
         """Replace the rows that each rank selected by those of all ranks, on the workers of each layer.
 
-        To each of its n workers n (P - 1) / P r (i + o) elements a layer are sent, with Y n (P - 1) r² / P² more, and a
+        A layer's n workers receive n (P - 1) / P r (i + o) elements together, with Y n (P - 1) r² / P² more, and a
         counter for each block. Y is never rounded: it might not stay definite.
         """
         columns, runtime = self.plan.columns, self.runtime
@@ -273,8 +273,8 @@ class RowRefresh:
     def _share_results(self, batches: Sequence[RowBatch]) -> None:
         """Send each M of a layer's owner to its n workers: (n - 1) r² elements, with a counter for each block.
 
-        Never in a narrower dtype: preconditioning subtracts what M makes of the gradient from the gradient itself, and
-        the rounding of M would come out multiplied by the largest eigenvalue over α.
+        M is never rounded to a narrower dtype: preconditioning subtracts a product with M from the gradient, which
+        multiplies the rounding error of M by the largest eigenvalue over α.
         """
         workers = self.plan.column(self.runtime.rank)
         if len(workers) == 1:
