@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from natgrad import NatgradWarning
 from natgrad.cli import app
 from natgrad.training.compare import Comparison, compare
-from natgrad.training.files import claimed
+from natgrad.training.files import FileError, claimed
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
 from natgrad.training.result import read_points
@@ -217,6 +217,6 @@ def test_a_configuration_changed_by_hand_is_not_resumed(tmp_path, changed, named
                 path.read_text(),
             )
         )
-    with pytest.raises(ValueError, match=f"{named}.* as in the checkpoint"):
+    with pytest.raises(FileError, match=rf"config\.json, line \d+: {named}.* as in the checkpoint"):
         train(job, Output(folder=tmp_path), resume=True)
     assert saved_step(tmp_path) == 7

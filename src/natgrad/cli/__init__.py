@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -24,10 +25,16 @@ class _PlainErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):  # paths can hold what the encoding lacks
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # for example of `natgrad tasks | head`: typer ends quietly
+            raise
         except (ValueError, OSError, NatgradError) as error:
             text = f"error: {in_flags(error, self.commands.get(ctx.invoked_subcommand))}"
+            text = "\\n".join(text.splitlines())  # one line, whatever a path holds
             Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
             raise typer.Exit(2) from error
 

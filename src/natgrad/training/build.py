@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,12 +14,13 @@ from natgrad import Autopilot, PreconditionedOptimizer, Preconditioner
 from natgrad.averaging import Averager
 from natgrad.averaging.local_sgd import levels_of
 from natgrad.damping import Damping
+from natgrad.errors import ArgumentError
 from natgrad.tasks import Task
 
 from . import averagers, curvatures, optimizers, recipe, refresh_rules
 from .job import Job
 from .option_errors import options_named
-from .world import check_devices
+from .world import check_devices, uses_gpu
 
 
 def build_optimizer(job: Job, task: Task, model: nn.Module) -> tuple[Optimizer, Preconditioner | None]:
@@ -111,6 +113,8 @@ def rehearse(job: Job) -> None:
         options = {name: value for name, value in job.options.items() if name not in ("heads", "adamw", "groups")}
         job = replace(job, options=options)
     optimizer, preconditioner = build_optimizer(job, job.build_task(), model)
+    if job.optimizer != "naturalmuon" and not uses_gpu(job.device):
+        _try_step(job, model)
     # Levels of ranks belong to the whole run, but there is one rank here.
     options = dict(job.averaging_options)
     if options.get("periods") is not None:
@@ -118,6 +122,27 @@ def rehearse(job: Job) -> None:
             levels_of(options.pop("periods"), job.workers)
     job = replace(job, averaging_options=options)
     build_averager(job, model, optimizer, preconditioner, None, job.steps_per_epoch)
+
+
+def _try_step(job: Job, model: nn.Module) -> None:
+    """Take a step on a CPU, because optimizers check some options only then.
+
+    Raises:
+        ValueError: An option is not allowed.
+    """
+    optimizer = optimizers.build(job.optimizer, model, 1e-3, job.options)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(1, 1)).square().sum()
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)  # type: ignore[arg-type]
+    except Exception as error:  # torch has no one class for these
+        allowed = f"options with which {job.optimizer} can step: {type(error).__name__}: {error}"
+        raise ArgumentError("options", dict(job.options), allowed) from error
 
 
 def seconds_spent(preconditioner: Preconditioner) -> float:

@@ -85,7 +85,8 @@ class Comparison:
         require(self.first_seed >= 0, "first_seed", self.first_seed, "at least 0")
         fits = search.SEED not in self.seed_range
         require(fits, "first_seed", self.first_seed, f"such that no seed is {search.SEED}, which searches use")
-        require(self.trials >= 0, "search", self.trials, "a number of trials, or 0 for none")
+        most = search.MOST_TRIALS
+        require(0 <= self.trials <= most, "search", self.trials, f"a number of trials up to {most}, or 0 for none")
         search.check_objective(self.objective)
         for name, settings in self.overrides.items():
             require(name in self.optimizers, "override", name, f"one of {', '.join(self.optimizers)}")

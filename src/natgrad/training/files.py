@@ -44,11 +44,12 @@ def append_line(path: Path, value: Any) -> None:
     Raises:
         OSError: It could not be written; the error names the file, which is unchanged.
     """
-    with _named(path), path.open("ab") as file:
+    rest = json.dumps(value).encode() + b"\n"
+    with _named(path), path.open("ab", buffering=0) as file:  # a buffer would be written again on closing
         length = file.tell()
         try:
-            file.write(json.dumps(value).encode() + b"\n")
-            file.flush()
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError:
             file.truncate(length)
             raise
@@ -91,6 +92,10 @@ def claimed(folder: Path, name: str, *, marker: str | None = None) -> Iterator[L
         ValueError: The folder holds other files, or another process uses it.
         OSError: It could not be created.
     """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:  # safetensors cannot read from there
+        raise ArgumentError(name, str(folder), "a path in UTF-8") from error
     _check_unused(folder, name, marker)
     folder.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder, name)
@@ -159,7 +164,7 @@ def _object(content: bytes, path: Path, line: int | None = None) -> dict[str, An
     """Return the JSON object in a file, or in one line of it."""
     place = str(path) if line is None else f"{path}, line {line}"
     try:
-        value = json.loads(content)
+        value = json.loads(content.decode())
     except json.JSONDecodeError as error:
         raise FileError(f"{path}, line {line or error.lineno}: not JSON: {error.msg}, column {error.colno}") from error
     except UnicodeDecodeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -263,6 +264,6 @@ def _check_whole(name: str, value: object, *, least: int, optional: bool = False
 
 
 def _check_positive(name: str, value: object, *, optional: bool = False, off: bool = False, word: str = "") -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
     allowed = "a finite number above 0" + (", or 0 for off" if off else f", or {word!r}" if word else "")
     require(fits or ((optional or off) and value is None), name, value, allowed)

@@ -144,8 +144,14 @@ def _read_configuration(folder: Path) -> tuple[Job, str]:
         raise FileError(f"{path}: {_IDENTITY} is {run!r}, which is not the identity of a run")
     try:
         return Job.from_json(values), run
-    except ValueError as error:
-        raise FileError(f"{path}: {error}") from error
+    except ArgumentError as error:
+        raise FileError(f"{path}{_line_of(error.name, path)}: {error}") from error
+
+
+def _line_of(field: str, path: Path) -> str:
+    """Return the line of a field in a configuration, as text for a message; empty if it has none of its own."""
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    return next((f", line {number}" for number, line in lines if line.strip().startswith(f'"{field}":')), "")
 
 
 @contextmanager
@@ -165,12 +171,12 @@ def _claimed(output: Output, job: Job, *, resume: bool) -> Iterator[tuple[_Place
         done = None if is_new else _done(folder, run, job, resume=resume)
         for path in {*checkpoint.complete(folder / CHECKPOINTS)} - {*checkpoint.complete(folder / CHECKPOINTS, run)}:
             warnings.warn(f"{path} is not a checkpoint of this run, and is left as it is", NatgradWarning, stacklevel=4)
-        (folder / CHECKPOINTS).mkdir(exist_ok=True)
         checkpoint.clean(folder / CHECKPOINTS, run)
         if done is None:
             (folder / METRICS).unlink(missing_ok=True)
         identity = {_IDENTITY: run} if run else {}
         replace_text(folder / CONFIGURATION, json.dumps({**job.to_json(), **identity}, indent=2) + "\n")
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
         if done is None and not is_new and output.show:
             print(f"{folder} holds no checkpoint yet: the run starts afresh", flush=True)
         yield _Place(folder=folder, run=run, has_checkpoint=done is not None), lock
@@ -180,6 +186,7 @@ def _check(folder: Path, job: Job, *, resume: bool) -> str | None:
     """Check that a folder holds the run of a job, if any, and return the run's identity."""
     if resume:
         stored, run = _read_configuration(folder)
+        stored = stored.resolved()  # if it was changed by hand
         for name in (each.name for each in fields(Job)):
             value, before = getattr(job, name), getattr(stored, name)
             allowed = f"{before!r}, as in {folder / CONFIGURATION}"
@@ -254,7 +261,12 @@ def _save(place: _Place, world: World, training: Training) -> None:
 
 def _restore(training: Training, place: _Place, world: World) -> None:
     """Load the newest checkpoint that is not damaged, and remove later points from the metrics."""
-    training.load_state_dict(checkpoint.load_latest(place.folder / CHECKPOINTS, place.run))
+    state = checkpoint.load_latest(place.folder / CHECKPOINTS, place.run)
+    try:
+        training.load_state_dict(state)
+    except ArgumentError as error:
+        path = place.folder / CONFIGURATION
+        raise FileError(f"{path}{_line_of(error.name, path)}: {error}") from error
     if world.is_leader:
         write_points(place.folder / METRICS, training.points)
 

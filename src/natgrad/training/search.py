@@ -20,6 +20,8 @@ Objective = Literal["loss", "metric"]
 # Comparisons must not use this seed, so that settings are not tuned to their seeds.
 SEED = 1000
 
+MOST_TRIALS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:

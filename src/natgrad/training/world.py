@@ -77,19 +77,20 @@ def check_devices(device: Device, workers: int) -> None:
         ValueError: There is no GPU, or there are fewer GPUs than ranks.
     """
     require(device != "cuda" or torch.cuda.is_available(), "device", device, "cpu or auto: torch finds no GPU here")
-    if _uses_gpu(device):
+    if uses_gpu(device):
         here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", workers)), torch.cuda.device_count()
         require(here <= gpus, "workers", here, f"at most {gpus}, the GPUs here, unless device is cpu")
 
 
-def _uses_gpu(device: Device) -> bool:
+def uses_gpu(device: Device) -> bool:
+    """Return whether ranks train on a GPU."""
     return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 @contextmanager
 def join(device: Device) -> Iterator[World]:
     """Join the process group of a launcher, if there is one, and destroy it at the end."""
-    use_gpu = _uses_gpu(device)
+    use_gpu = uses_gpu(device)
     chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(chosen)

@@ -1,0 +1,235 @@
+"""What a user can type or leave in a folder ends in one line that names it, without a traceback."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from natgrad.cli import app
+from natgrad.training.job import Job
+from natgrad.training.run import Output, train
+from tests.full_disk import full_disk
+
+JOB = Job(task="tabular", optimizer="sgd", learning_rate=0.1, steps=1)
+RUN = ("train", "tabular", "--optimizer", "sgd", "--lr", "0.1", "--steps", "1", "--out")
+COMPARE = ("compare", "tabular", "--optimizers", "sgd", "--seeds", "1", "--steps", "1", "--out")
+ANALYZE = ("analyze", "tabular", "--steps", "1", "--figure", "norms", "--out")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def assert_one_line(done, *named):
+    """Assert that a command failed with one line that names something."""
+    assert done.exit_code == 2, done.output
+    assert isinstance(done.exception, SystemExit)
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    for text in named:
+        assert text in done.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Return the content of the configuration of a finished run, and of the journal of a comparison."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(replace(JOB, curvature="kfac"), Output(folder=folder / "run"))
+    assert run(*COMPARE, folder / "compare").exit_code == 0
+    return (folder / "run" / "config.json").read_bytes(), (folder / "compare" / "runs.jsonl").read_bytes()
+
+
+DAMAGES = {
+    "empty": (lambda content: b"", "line 1: not JSON"),
+    "cut": (lambda content: content[:100], "not JSON"),
+    "other text": (lambda content: b"colours\n", "line 1: not JSON"),
+    "not UTF-8": (lambda content: content.replace(b"tabular", b"\xff"), "not UTF-8"),
+    "zeros": (lambda content: b"\0" * 200 + b"\n", "line 1: not JSON"),
+    "a list": (lambda content: b"[]\n", "list instead of an object"),
+    "deep": (lambda content: b"[" * 100_000 + b"\n", "nested too deeply"),
+    "digits": (lambda content: b'{"task": ' + b"9" * 5000 + b"}\n", "digits"),
+    "twice": (lambda content: content.replace(b"}", b"}}", 1), "not JSON"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_configuration_is_named_with_its_line(tmp_path, finished, damage):
+    change, reason = DAMAGES[damage]
+    path = tmp_path / "config.json"
+    path.write_bytes(change(finished[0]))
+    before = path.read_bytes()
+    assert_one_line(run("train", "--resume", tmp_path), f"{path}", reason)
+    assert_one_line(run(*RUN, tmp_path), f"--out={str(tmp_path)!r}", "a folder without a run")
+    assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "empty"])
+def test_a_damaged_journal_is_named_with_its_line_and_left_alone(tmp_path, finished, damage):
+    change, reason = DAMAGES[damage]
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(finished[1] + change(finished[1]) + b"\n" + finished[1])
+    before = path.read_bytes()
+    assert_one_line(run(*COMPARE, tmp_path), f"{path}, line 2: ", reason.removeprefix("line 1: "))
+    assert path.read_bytes() == before
+    assert {each.name for each in tmp_path.iterdir()} <= {"runs.jsonl", ".lock"}
+
+
+def test_a_journal_without_an_end_of_line_that_is_not_natgrads_is_left_alone(tmp_path):
+    (tmp_path / "runs.jsonl").write_text("my runs")
+    assert_one_line(run(*COMPARE, tmp_path), "runs.jsonl, line 1: not a run")
+    assert (tmp_path / "runs.jsonl").read_text() == "my runs"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("job", 3),
+        ("job", {"task": "tabular", "colour": 3}),
+        ("job", {"task": "nothing"}),
+        ("result", []),
+        ("result", {"status": "finished"}),
+        ("result", {"status": "lost", "points": []}),
+        ("result", {"status": "finished", "points": 3}),
+        ("result", {"status": "finished", "points": [3]}),
+        ("result", {"status": "finished", "points": [{"epoch": 1}]}),
+        ("result", {"status": "finished", "points": [], "traffic": {"factors": "many"}}),
+        ("extra", 3),
+    ],
+)
+def test_a_wrong_value_in_a_journal_is_named_with_its_line(tmp_path, finished, field, value):
+    entry = {**json.loads(finished[1]), field: value}
+    (tmp_path / "runs.jsonl").write_bytes(finished[1] + json.dumps(entry).encode() + b"\n")
+    assert_one_line(run(*COMPARE, tmp_path), f"{tmp_path / 'runs.jsonl'}, line 2: ")
+
+
+@pytest.mark.parametrize("name", [*Job(task="tabular").to_json(), "run", "colour"])
+@pytest.mark.parametrize(
+    "value", [True, -1, float("nan"), 10**400, "[/bold]", [1], {"a": 1}], ids=lambda value: str(value)[:9]
+)
+def test_a_wrong_value_in_a_configuration_is_named(tmp_path, finished, name, value):
+    values = {**json.loads(finished[0]), name: value}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values, indent=2))
+    (tmp_path / "checkpoints").mkdir()
+    assert_one_line(run("train", "--resume", tmp_path))
+
+
+def test_a_wrong_value_is_named_with_its_line(tmp_path, finished):
+    path = tmp_path / "config.json"
+    path.write_bytes(finished[0].replace(b'"seed": 0', b'"seed": "x"'))
+    line = path.read_text().splitlines().index('  "seed": "x",') + 1
+    assert_one_line(run("train", "--resume", tmp_path), f"{path}, line {line}: seed='x'")
+
+
+ODD_NAMES = ["[bold]x[/bold]", "[/bold]", "a b", "new\nline", "\u00fcn\u00ef", "-dash", "%s{0}"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_name_of_a_folder_is_printed_as_it_is(tmp_path, name):
+    folder = tmp_path / name
+    done = run(*RUN, folder)
+    assert done.exit_code == 0, done.output
+    assert f"kept in {folder}: config.json" in done.stdout
+    assert_one_line(run(*RUN, folder), repr(str(folder)))
+    assert f"resuming {folder} ..." in run("train", "--resume", folder, "--steps", "2").stdout
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_name_of_a_folder_may_be_in_an_error(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{")
+    assert_one_line(run("train", "--resume", folder), str(folder).replace("\n", "\\n"))
+
+
+@pytest.mark.parametrize("command", [RUN, COMPARE, ANALYZE], ids=lambda command: command[0])
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path, command):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    assert_one_line(run(*command, folder), "a path in UTF-8")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("command", [RUN, COMPARE, ANALYZE], ids=lambda command: command[0])
+@pytest.mark.parametrize("place", ["a file", "below a file", "a loop", "too long", "/proc/nowhere", "/dev/full"])
+def test_what_cannot_be_a_folder_is_named(tmp_path, command, place):
+    (tmp_path / "a file").write_text("precious")
+    (tmp_path / "a loop").symlink_to(tmp_path / "a loop")
+    path = {"below a file": tmp_path / "a file" / "x", "too long": tmp_path / ("x" * 300)}.get(place, tmp_path / place)
+    assert_one_line(run(*command, path), str(path))
+    assert (tmp_path / "a file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["config.json", "checkpoints", ".lock"])
+def test_a_folder_or_file_in_place_of_a_runs_own_is_named(tmp_path, name):
+    train(JOB, Output(folder=tmp_path))
+    path = tmp_path / name
+    if path.is_file():
+        path.unlink()
+        path.mkdir()
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.write_text("precious")
+    assert_one_line(run("train", "--resume", tmp_path), name if name != "config.json" else "the config.json of a run")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ("digits",),
+        ("--seed", "1"),
+        ("--batch-size", "32"),
+        ("--curvature", "kfac"),
+        ("--lr", "1"),
+        ("--optimizer", "adam"),
+    ],
+    ids=" ".join,
+)
+def test_another_setting_is_refused_with_resume(tmp_path, changed):
+    train(JOB, Output(folder=tmp_path))
+    option, value = ("TASK", changed[0]) if len(changed) == 1 else changed
+    assert_one_line(run("train", "--resume", tmp_path, *changed), option, value, "left out with --resume")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--seed", 10**30), ("--steps", 10**30), ("--warmup", 10**30), ("--workers", 10**30), ("--lr", "1e400"),
+        ("--option", "momentum=" + "(" * 5000), ("--option", "momentum=" + "9" * 5000),
+        ("--option", "momentum={1}"), ("--option", "differentiable=True"), ("--optimizer", "[/bold]"),
+        ("--checkpoint-seconds", "-1"), ("--interface", "[/bold]"), ("--device", "cuda:9"),
+    ],
+    ids=lambda option: f"{option[0]} {str(option[1])[:12]}",
+)  # fmt: skip
+def test_a_value_of_any_size_or_kind_is_refused(tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(
+        run("train", "tabular", *(() if "--optimizer" in option else ("--optimizer", "sgd")), *option), option[0]
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_option_that_only_a_step_checks_is_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("train", "tabular", "--optimizer", "adamw", "--option", "capturable=True", "--device", "cpu")
+    assert_one_line(done, "--option={'capturable': True}", "capturable")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("command", "file"), [(RUN, "config.json"), (ANALYZE, "analysis.json")])
+def test_a_full_disk_names_the_file(tmp_path, command, file):
+    with full_disk(500):
+        done = run(*command, tmp_path)
+    assert_one_line(done, f"error: [Errno 27] File too large: {str(tmp_path / file)!r}")
+    assert [each.name for each in tmp_path.iterdir()] == [".lock"]
+    assert run(*command, tmp_path).exit_code == 0, "the same command, after making room"
+
+
+def test_a_cut_line_of_metrics_or_a_wrong_one_is_named(tmp_path):
+    train(JOB, Output(folder=tmp_path))
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + "{}\n")
+    train(replace(JOB, steps=2), Output(folder=tmp_path), resume=True)  # which has the points in its checkpoint
+    assert metrics.read_text().count("\n") == 2
