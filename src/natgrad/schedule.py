@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from sys import float_info
+from inspect import signature
 from typing import Any, TypeAlias, TypeGuard
 
 from natgrad.errors import require
+
+# The largest number of float32, in which torch multiplies by it.
+_LARGEST = (2 - 2**-23) * 2.0**127
 
 Schedule: TypeAlias = float | Callable[[int], float]
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether `value` is a finite ``int`` or ``float`` in the range of a float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= float_info.max
+    """Return whether `value` is a finite ``int`` or ``float`` in the range of float32."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def check_number(name: str, value: object, allowed: str, *, minimum: float, strict: bool = False) -> None:
@@ -45,10 +48,22 @@ def check_schedule(name: str, schedule: object, allowed: str, *, minimum: float,
     """Check a schedule before training: a number is checked now, a callable when `value_at` calls it.
 
     Raises:
-        ValueError: if it is neither callable nor a permitted number, or if it is a class.
+        ValueError: if it is neither a permitted number nor a callable of one argument, or if it is a class or a module.
     """
-    if not callable(schedule) or isinstance(schedule, type):
+    if not _takes_step(schedule):
         check_number(name, schedule, f"{allowed}, or a callable of the step", minimum=minimum, strict=strict)
+
+
+def _takes_step(schedule: object) -> bool:
+    if not callable(schedule) or isinstance(schedule, type) or hasattr(schedule, "named_parameters"):
+        return False
+    try:
+        signature(schedule).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # some callables have no signature
+        return True
+    return True
 
 
 def value_at(name: str, schedule: Schedule, step: int, allowed: str, *, minimum: float, strict: bool = False) -> float:
@@ -58,7 +73,7 @@ def value_at(name: str, schedule: Schedule, step: int, allowed: str, *, minimum:
         ValueError: if it is not a permitted number.
     """
     if not callable(schedule):
-        return schedule
+        return float(schedule)
     value: Any = schedule(step)
     value = value.item() if getattr(value, "ndim", None) == 0 else value  # a torch or NumPy scalar
     check_number(name, value, f"{allowed} (at step {step})", minimum=minimum, strict=strict)

@@ -45,6 +45,10 @@ class TensorSpec:
         Raises:
             ValueError: if it is not allowed.
         """
+        require(isinstance(self.name, str) and self.name, "name", self.name, "a name: a string that is not empty")
+        whole = isinstance(self.shape, tuple) and all(type(size) is int and size >= 0 for size in self.shape)
+        require(whole, "shape", self.shape, "a tuple of whole numbers >= 0")
+        _check_flags(self, "symmetric", "at_least_float32", "nonnegative")
         square = len(self.shape) >= 2 and self.shape[-1] == self.shape[-2]
         require(square or not self.symmetric, "shape", self.shape, f"square, as {self.name!r} is symmetric")
 
@@ -113,10 +117,12 @@ class Statistic(TensorSpec):
             ValueError: if a value is not allowed.
         """
         super().__post_init__()
+        _check_flags(self, "decayed", "counts_positions", "used_by_precondition", "replayed")
+        _check_names(self, "needs_computed")
         require_one_of("source", self.source, "inputs", "gradients", "both")
         require_one_of("per", self.per, "sample", "position")
         require_one_of("combine", self.combine, "sum", "gather")
-        whole = isinstance(self.gradient_power, int) and 0 <= self.gradient_power <= 2
+        whole = type(self.gradient_power) is int and 0 <= self.gradient_power <= 2
         require(whole, "gradient_power", self.gradient_power, "0, 1 or 2")
         fits = self.source != "inputs" or self.gradient_power == 0
         require(fits, "gradient_power", self.gradient_power, f"0 for {self.name!r}, a statistic of the inputs alone")
@@ -152,6 +158,33 @@ class Task:
     restarts: tuple[str, ...] = ()
     on_every_worker: bool = False
     after_replay: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: if a value is not allowed.
+        """
+        require(isinstance(self.name, str) and self.name, "name", self.name, "a name: a string that is not empty")
+        _check_names(self, "reads", "diagonal_of", "restarts")
+        fits = isinstance(self.writes, tuple) and all(isinstance(spec, TensorSpec) for spec in self.writes)
+        require(fits, "writes", self.writes, "a tuple of natgrad.TensorSpec")
+        fits = isinstance(self.cost, (int, float)) and not isinstance(self.cost, bool) and self.cost >= 0
+        require(fits, "cost", self.cost, "a number >= 0")
+        _check_flags(self, "needs_previous", "on_every_worker", "after_replay")
+
+
+def _check_flags(spec: object, *names: str) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        require(isinstance(value, bool), name, value, "True or False")
+
+
+def _check_names(spec: object, *names: str) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        fits = isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+        require(fits, name, value, "a tuple of names")
 
 
 def check_declarations(

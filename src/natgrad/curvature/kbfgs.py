@@ -80,7 +80,7 @@ class KBFGS(Curvature):
         Raises:
             ValueError: if an argument is not allowed.
         """
-        check_whole("memory", memory, 1, optional=True)
+        check_whole("memory", memory, 1, 1_000_000, optional=True)
         for name, value in (("gradient_decay", gradient_decay), ("pair_decay", pair_decay)):
             fits = is_number(value) and 0 <= value < 1
             require(fits, name, value, "a number in [0, 1)")

@@ -63,7 +63,7 @@ class Categorical(Likelihood):
     def score(self, outputs: Tensor, generator: torch.Generator, *, summed: bool, first_feature: int) -> Tensor:
         """Return ``softmax(outputs) - onehot(label)``, the label drawn from the softmax."""
         fits = outputs.ndim >= 2 and -outputs.ndim < self.dim < outputs.ndim
-        require(fits, "outputs", tuple(outputs.shape), f"logits with classes in dimension {self.dim}")
+        require(fits, "outputs", tuple(outputs.shape), f"logits with classes in dimension dim={self.dim}")
         logits = outputs.movedim(self.dim, -1)
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         drawable = probabilities.flatten(0, -2).nan_to_num(1.0)  # the score keeps the NaN, which the guard detects

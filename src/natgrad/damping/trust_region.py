@@ -97,7 +97,7 @@ class TrustRegion:
                 total += torch.linalg.vecdot(D.flatten(), entry.group.fisher_product(D).flatten()).double().to(total)
         if shares_work and runtime.ranks > 1:
             runtime.sum_(total.view(1), {"counters": 1})
-        s = (2 * self.radius / total).sqrt().clamp(max=1.0).nan_to_num(1.0)
+        s = (2.0 * self.radius / total).sqrt().clamp(max=1.0).nan_to_num(1.0)
         for entry, B in zip(entries, added, strict=True):
             if entry.held is not None:
                 additions.scale_held_rows(entry, s)

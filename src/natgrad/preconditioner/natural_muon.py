@@ -112,13 +112,18 @@ class NaturalMuon(PreconditionedOptimizer):
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
             check_number(name, value, "a number >= 0", minimum=0)
+        lr, weight_decay, eps = float(lr), float(weight_decay), float(eps)
         check_number("interval", interval, "a number of steps >= 1", minimum=1)
         fits = isinstance(betas, Sequence) and len(betas) == 2 and all(is_number(one) and 0 <= one < 1 for one in betas)
         require(fits, "betas", betas, "two numbers in [0, 1)")
         fits = isinstance(head, Spectral) or (isinstance(head, str) and head in ("spectral", "adamw"))
         require(fits, "head", head, "'spectral', 'adamw' or a natgrad.Spectral")
-        for name, patterns in (("heads", heads or ()), ("adamw", adamw)):
-            fits = not isinstance(patterns, str) and all(isinstance(pattern, str) for pattern in patterns)
+        for name, patterns in (("heads", () if heads is None else heads), ("adamw", adamw)):
+            fits = (
+                isinstance(patterns, Sequence)
+                and not isinstance(patterns, str)
+                and all(isinstance(pattern, str) for pattern in patterns)
+            )
             require(fits, name, patterns, "a sequence of fnmatch patterns")
         fits = groups is None or (isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups))
         require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")

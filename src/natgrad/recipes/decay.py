@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.distributed.fsdp import local
+from natgrad.errors import require
 from natgrad.recipes.weights import is_norm, trained
 from natgrad.schedule import Schedule, check_number, check_schedule, value_at
 
@@ -30,8 +31,9 @@ class CenteredDecay:
             norms: ρ, the factor of γ for all parameters of norm layers.
 
         Raises:
-            ValueError: if `decay` or `norms` is not allowed.
+            ValueError: if an argument is not allowed.
         """
+        require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
         check_schedule("decay", decay, _ALLOWED, minimum=0)
         check_number("norms", norms, _ALLOWED, minimum=0)
         self._model, self._decay, self._norms = model, decay, norms

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from natgrad.capture.labels import seed_of
 from natgrad.errors import describe, require
-from natgrad.schedule import check_number
+from natgrad.schedule import check_number, check_whole, is_whole
 
 AREA = (0.02, 0.25)
 """The smallest and the largest share of the image that is erased."""
@@ -41,10 +41,12 @@ class ZeroErasing:
             rank: The rank of this process; None: its rank in the default process group, or 0.
 
         Raises:
-            ValueError: if `probability` is not in [0, 1].
+            ValueError: if an argument is not allowed.
         """
         check_number("probability", probability, "in [0, 1]", minimum=0)
         require(probability <= 1, "probability", probability, "in [0, 1]")
+        require(is_whole(seed), "seed", seed, "a whole number")
+        check_whole("rank", rank, 0, optional=True)
         self.probability, self.seed = probability, seed
         self.rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
         self.steps = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,12 +31,24 @@ class HeavyBall(Optimizer):
             momentum: m, in [0, 1).
 
         Raises:
-            ValueError: if a number is not allowed.
+            ValueError: if an argument is not allowed.
         """
         check_number("lr", lr, "a number >= 0", minimum=0)
         check_number("momentum", momentum, "in [0, 1)", minimum=0)
         require(momentum < 1, "momentum", momentum, "in [0, 1)")
+        params = self._checked(params)
         super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @staticmethod
+    def _checked(params: ParamsT) -> ParamsT:
+        allowed = "parameters, named parameters or parameter groups, at least one"
+        fits = isinstance(params, Iterable) and not isinstance(params, (Tensor, str, bytes, set, Mapping))
+        require(fits, "params", type(params).__name__, allowed)
+        found: list[Any] = list(params)
+        parts = [part[1] if isinstance(part, tuple) and len(part) == 2 else part for part in found]
+        fits = bool(found) and all(isinstance(part, Tensor) or _is_group(part) for part in parts)
+        require(fits, "params", [type(part).__name__ for part in found[:5]], allowed)
+        return found
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,3 +80,7 @@ class HeavyBall(Optimizer):
             state["velocity"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         velocity: Tensor = state["velocity"]
         return velocity
+
+
+def _is_group(part: object) -> bool:
+    return isinstance(part, Mapping) and "params" in part

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from natgrad.errors import describe, require
-from natgrad.schedule import check_number
+from natgrad.schedule import check_number, check_whole
 
 
 def soft_labels(targets: Tensor, classes: int, *, smoothing: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -26,10 +26,16 @@ def soft_labels(targets: Tensor, classes: int, *, smoothing: float = 0.0, dtype:
         Class probabilities ``[..., C]``.
 
     Raises:
-        ValueError: if `targets` are not integers, or `smoothing` is not in [0, 1].
+        ValueError: if `targets` are not integers from 0 to C - 1, or another argument is not allowed.
     """
+    require(isinstance(targets, Tensor), "targets", targets, "a tensor of classes")
     whole = not targets.is_floating_point() and not targets.is_complex() and targets.dtype != torch.bool
     require(whole, "targets", describe(targets), "numbers of classes")
     check_number("smoothing", smoothing, "a share in [0, 1]", minimum=0)
     require(smoothing <= 1, "smoothing", smoothing, "a share in [0, 1]")
+    check_whole("classes", classes, 1, 2**31 - 1)
+    within = not targets.numel() or (int(targets.min()) >= 0 and int(targets.max()) < classes)
+    require(within, "targets", describe(targets), f"classes from 0 to {classes - 1}, as classes={classes}")
+    fits = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    require(fits, "dtype", dtype, "a floating point dtype")
     return one_hot(targets.long(), classes).to(dtype).mul_(1 - smoothing).add_(smoothing / classes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.capture.labels import seed_of
 from natgrad.errors import describe, require
 from natgrad.recipes.labels import soft_labels
-from natgrad.schedule import check_number
+from natgrad.schedule import check_number, check_whole, is_whole
 
 
 class RunningMixup:
@@ -38,17 +38,19 @@ class RunningMixup:
         """Start without a mixture.
 
         Args:
-            alpha: α >= 0; the larger, the nearer λ is to 1/2. 0: no mixing; only labels are converted.
+            alpha: α in [0, 1e6]; the larger, the nearer λ is to 1/2. 0: no mixing; only labels are converted.
             classes: C, for labels that are class indices; None: all labels are soft.
             seed: λ is a function of seed, rank and step.
             rank: The rank of this process; None: its rank in the default process group, or 0.
 
         Raises:
-            ValueError: if `alpha` or `classes` is not allowed.
+            ValueError: if an argument is not allowed.
         """
-        check_number("alpha", alpha, "a number >= 0", minimum=0)
-        fits = classes is None or (type(classes) is int and classes >= 1)
-        require(fits, "classes", classes, "a whole number >= 1, or None")
+        check_number("alpha", alpha, "a number in [0, 1e6]", minimum=0)
+        require(alpha <= 1e6, "alpha", alpha, "a number in [0, 1e6]")
+        check_whole("classes", classes, 1, 2**31 - 1, optional=True)
+        require(is_whole(seed), "seed", seed, "a whole number")
+        check_whole("rank", rank, 0, optional=True)
         self.alpha, self.classes, self.seed = alpha, classes, seed
         self.rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
         self.steps = 0

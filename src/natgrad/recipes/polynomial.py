@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from natgrad.errors import require
-from natgrad.schedule import check_number
+from natgrad.schedule import check_number, check_whole
 
 
 class PolynomialDecay(LRScheduler):
@@ -34,6 +34,10 @@ class PolynomialDecay(LRScheduler):
         check_number("end", end, f"a number above start={start:g}", minimum=start, strict=True)
         check_number("power", power, "a number > 0", minimum=0, strict=True)
         require(isinstance(optimizer, Optimizer), "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer")
+        check_whole("last_epoch", last_epoch, -1)
+        resumable = last_epoch == -1 or all("initial_lr" in group for group in optimizer.param_groups)
+        allowed = "-1, unless the optimizer's parameter groups have 'initial_lr', as a loaded state has"
+        require(resumable, "last_epoch", last_epoch, allowed)
         self.start, self.end, self.power = start, end, power
         for group in optimizer.param_groups:
             if "momentum" in group:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from natgrad.distributed.fsdp import local, shard_group
+from natgrad.errors import require
 from natgrad.linalg.precision import at_least_float32
 from natgrad.recipes.weights import output_channels, trained
 
@@ -27,7 +28,12 @@ class WeightRescaling:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Prepare for a model, plain, wrapped, or sharded by FSDP2; its weights are looked up at each step."""
+        """Prepare for a model, plain, wrapped, or sharded by FSDP2; its weights are looked up at each step.
+
+        Raises:
+            ValueError: if `model` is not a module.
+        """
+        require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
         self._model = model
 
     @torch.no_grad()

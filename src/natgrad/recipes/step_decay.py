@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, MultiStepLR
 
 from natgrad.errors import require
-from natgrad.schedule import check_number
+from natgrad.schedule import check_number, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class StepDecay:
         check_number("epochs", self.epochs, "a number > 0", minimum=0, strict=True)
         check_number("warmup", self.warmup, "a number >= 0", minimum=0)
         check_number("factor", self.factor, "a number > 0", minimum=0, strict=True)
+        fits = isinstance(self.milestones, (tuple, list)) and all(map(is_number, self.milestones))
+        require(fits, "milestones", self.milestones, "rising epochs > 0")
         rising = all(first < second for first, second in zip((0, *self.milestones), self.milestones, strict=False))
         require(rising, "milestones", self.milestones, "rising epochs > 0")
 

@@ -43,7 +43,7 @@ class Clip:
         if isinstance(bound, TrustRegion):
             bound.check(optimizer, covered)
         self.optimizer = optimizer
-        self.bound = bound if optimizer is not None else None
+        self.bound = None if optimizer is None else float(bound) if isinstance(bound, int) else bound
         self._lacks_optimizer = bound is not None and optimizer is None
         self.last: float | Tensor = 1.0
 
