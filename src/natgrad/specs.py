@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal
 
 from natgrad.errors import require, require_one_of
+from natgrad.schedule import is_whole
 
 ROWS = 0
 """In the shape of a `TensorSpec`: the number of rows selected from the last batch; 0 before the first."""
@@ -122,7 +123,7 @@ class Statistic(TensorSpec):
         require_one_of("source", self.source, "inputs", "gradients", "both")
         require_one_of("per", self.per, "sample", "position")
         require_one_of("combine", self.combine, "sum", "gather")
-        whole = type(self.gradient_power) is int and 0 <= self.gradient_power <= 2
+        whole = is_whole(self.gradient_power) and 0 <= self.gradient_power <= 2
         require(whole, "gradient_power", self.gradient_power, "0, 1 or 2")
         fits = self.source != "inputs" or self.gradient_power == 0
         require(fits, "gradient_power", self.gradient_power, f"0 for {self.name!r}, a statistic of the inputs alone")
