@@ -139,7 +139,7 @@ class Communicator:
 
     def _completes(self, work: dist.Work, device: torch.device) -> bool:
         """Wait for a collective until the next look. On an accelerator the host does not wait."""
-        if self.positions is None or device.type != "cpu":
+        if self.positions is None or not on_host(device):
             work.wait()
             return True
         try:
