@@ -65,7 +65,8 @@ def train(
     """Train a job on its ranks and return the result.
 
     A run that was killed before its first checkpoint starts again from the beginning, whether it is resumed or started
-    with the same job.
+    with the same job. Under ``torchrun --max-restarts`` above 0, which starts the same command again, a run in the
+    folder is resumed.
 
     Args:
         job: The job.
@@ -87,6 +88,7 @@ def train(
     job = job.resolved()
     rehearse(job)
     is_leader = int(os.environ.get("RANK", 0)) == 0
+    resume = resume or (output.folder is not None and _may_be_restarted() and (output.folder / CONFIGURATION).exists())
     claim = (
         _claimed(output, job, resume=resume) if output.folder is not None and is_leader else nullcontext((None, None))
     )
@@ -219,6 +221,11 @@ def _done(folder: Path, run: str, job: Job, *, resume: bool) -> int | None:
     enough = f"enough for the {done} steps that the run has done"
     require(job.total_steps >= done, length, getattr(job, length), enough)
     return done
+
+
+def _may_be_restarted() -> bool:
+    """Return whether torch's elastic agent starts this command again after a failure or with other ranks."""
+    return launched() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
 def _run_rank(job: Job, output: Output, place: _Place | None, lock: Lock | None) -> Result:
