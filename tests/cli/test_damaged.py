@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from natgrad.cli import app
@@ -233,3 +234,23 @@ def test_a_cut_line_of_metrics_or_a_wrong_one_is_named(tmp_path):
     metrics.write_text(metrics.read_text() + "{}\n")
     train(replace(JOB, steps=2), Output(folder=tmp_path), resume=True)  # which has the points in its checkpoint
     assert metrics.read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("images=" + "9" * 15, "--set images=999999999999999"),
+        ("images=" + "9" * 30, "--set images=9999"),
+        ("depth=9", "--set depth=9"),
+    ],
+)
+def test_an_option_of_a_task_that_is_too_large_is_refused(tmp_path, monkeypatch, option, named):
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(run("train", "glyphs", "--steps", "1", "--set", option), named)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lack_of_memory_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Job, "resolved", lambda job: torch.empty(2**60))  # more than there are addresses
+    assert_one_line(run("train", "tabular"), "not enough memory for this task, model and batch")

@@ -33,10 +33,19 @@ class _PlainErrors(TyperGroup):
         except BrokenPipeError:  # for example of `natgrad tasks | head`: typer ends quietly
             raise
         except (ValueError, OSError, NatgradError) as error:
-            text = f"error: {in_flags(error, self.commands.get(ctx.invoked_subcommand))}"
-            text = "\\n".join(text.splitlines())  # one line, whatever a path holds
-            Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
+            _print_error(str(in_flags(error, self.commands.get(ctx.invoked_subcommand))))
             raise typer.Exit(2) from error
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and "memory" not in str(error):  # torch has no one class for it
+                raise
+            _print_error(f"not enough memory for this task, model and batch: {error}")
+            raise typer.Exit(2) from error
+
+
+def _print_error(text: str) -> None:
+    """Print an error in one line, whatever a path in it holds."""
+    line = "\\n".join(f"error: {text}".splitlines())
+    Console(stderr=True, soft_wrap=True).print(line, style="red", markup=False, highlight=False)
 
 
 app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -52,14 +52,19 @@ class Facts:
     epochs: ClassVar[int]
 
 
+# The largest number of samples or units, far beyond what fits into memory.
+_MOST = 10**12
+
+
 def at_least(least: int, **options: object) -> None:
-    """Check that options are whole numbers of at least `least`.
+    """Check that options are whole numbers of at least `least` and at most 10^12.
 
     Raises:
         ValueError: One of them is not.
     """
     for name, value in options.items():
-        require(type(value) is int and value >= least, name, value, f"a whole number of at least {least}")
+        fits = type(value) is int and least <= value <= _MOST
+        require(fits, name, value, f"a whole number of at least {least}, at most {_MOST}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from natgrad.refresh.rule import By
 
 from . import averagers, curvatures, optimizers, recipe, refresh_rules
 from .nodes import machines
+from .option_errors import options_named
 
 # The settings that may change when a run is resumed.
 CHANGEABLE = ("epochs", "steps", "workers", "device")
@@ -168,7 +169,8 @@ class Job:
         Raises:
             ValueError: No such task or option.
         """
-        return tasks.get(self.task, **self.task_options)
+        with options_named("task option", self.task_options):
+            return tasks.get(self.task, **self.task_options)
 
     def resolved(self) -> Job:
         """Return the job with all defaults filled in, checked against the task's data.
