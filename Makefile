@@ -4,7 +4,7 @@ VENV   ?= .venv
 READY  := $(VENV)/.ready
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/
 
-.PHONY: help setup demo test test-slow test-faults bench lint types check clean
+.PHONY: help setup demo test test-slow test-faults coverage audit bench lint types check clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,8 +27,16 @@ test: $(READY)  ## Run the tests
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(RUN)python -m pytest -m slow
 
-test-faults: $(READY)  ## Check that each seeded fault fails a test
-	$(RUN)python -m tests.faults
+test-faults: $(READY)  ## Check that each seeded fault fails a test (PART=k/n: only each n-th, from the k-th on)
+	$(RUN)python -m tests.faults $(if $(PART),--part $(PART))
+
+coverage: $(READY)  ## Measure the branch coverage of the tests, ranks included; it must be at least 90 %
+	rm -f .coverage .coverage.*
+	$(RUN)python -m pytest -m "not slow" -n auto --dist loadfile --cov --cov-report=term --cov-fail-under=90
+
+audit: $(READY)  ## Look the pinned versions up in the advisories of PyPI (needs a network)
+	$(VENV)/bin/python -m pip install --quiet pip-audit
+	$(VENV)/bin/python -m pip_audit --requirement constraints.txt --no-deps
 
 bench: $(READY)  ## Run every benchmark; results go to benchmarks/results
 	$(RUN)python -m benchmarks.gram

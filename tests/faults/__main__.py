@@ -1,4 +1,4 @@
-"""Check that each seeded fault fails a test: ``python -m tests.faults [--sound] [NAME ...]``."""
+"""Check that each seeded fault fails a test: ``python -m tests.faults [--sound] [--part K/N] [NAME ...]``."""
 
 import argparse
 import os
@@ -19,11 +19,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults to check; all unless given")
     parser.add_argument("--sound", action="store_true", help="only check that the selected tests pass without a fault")
+    parser.add_argument(
+        "--part", metavar="K/N", help="only each N-th fault, from the K-th on; K counts from 1, modulo N"
+    )
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(FAULTS))
     if unknown:
         parser.error(f"unknown faults: {', '.join(unknown)}")
     names = options.names or list(FAULTS)
+    if options.part:
+        match = re.fullmatch(r"(\d+)/(\d+)", options.part)
+        if match is None or int(match[2]) == 0:
+            parser.error(f"--part={options.part!r} must be K/N, such as 2/12")
+        names = names[(int(match[1]) - 1) % int(match[2]) :: int(match[2])]
     selected = sorted({test for name in names for test in FAULTS[name].tests})
     if options.sound:
         return _check_soundness(selected)

@@ -40,7 +40,9 @@ def test_valid_arguments_work(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", natgrad.NatgradWarning)
         case = CASES[name]
-        case.use(case.make(**case.valid()))
+        made = case.make(**case.valid())
+        assert made is not None or name.startswith("register")
+        case.use(made)
 
 
 @pytest.mark.parametrize("name", CASES)

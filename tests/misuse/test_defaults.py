@@ -123,7 +123,7 @@ def test_one_row_is_probably_a_mistake_for_all_rows(method):
 def test_other_ranks_are_meant(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        natgrad.HyLo(rank=rank)
+        assert natgrad.HyLo(rank=rank).rank == rank
 
 
 # --- Slow renewals --------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_what_it_suggests_is_quick(curvature):
 
 
 def test_a_small_model_is_quick():
-    natgrad.Preconditioner(network())
+    assert natgrad.Preconditioner(network()).explain().covered == 1
 
 
 def test_the_speed_of_the_machine_is_that_of_the_link():
@@ -184,4 +184,4 @@ def test_the_speed_of_the_machine_is_that_of_the_link():
 
 
 def test_of_an_accelerator_no_speed_is_known():
-    natgrad.Preconditioner(wide().to("meta"))
+    assert natgrad.Preconditioner(wide().to("meta")).explain().covered > 0

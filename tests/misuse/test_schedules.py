@@ -89,7 +89,7 @@ def test_an_epoch_of_one_step():
     ],
 )
 def test_batches_between_that_fit(options):
-    daso(steps_per_epoch=48, **options)
+    assert daso(steps_per_epoch=48, **options) is not None
 
 
 @pytest.mark.parametrize(

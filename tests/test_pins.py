@@ -1,0 +1,44 @@
+"""What a development environment installs is pinned in constraints.txt, with the day on which the pins were chosen."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PINS = Path(__file__).parent.parent / "constraints.txt"
+
+
+def pinned():
+    lines = [line for line in PINS.read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", line) for line in lines)
+    return {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines}
+
+
+def required(name, extras, found):
+    """Add the names of all installed packages that a package needs."""
+    for text in metadata.requires(name) or ():
+        needed = Requirement(text)
+        if needed.marker is not None and not any(needed.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            continue
+        key = canonicalize_name(needed.name)
+        try:
+            metadata.version(key)
+        except metadata.PackageNotFoundError:  # a pin that this environment does not have yet
+            found.add(key)
+            continue
+        if key not in found or needed.extras:
+            found.add(key)
+            required(key, needed.extras, found)
+    return found
+
+
+def test_every_dependency_is_pinned():
+    names = required("natgrad", ("dev",), set()) - {"natgrad", "setuptools"}
+    assert len(names) > 30
+    assert {name for name in names if not name.startswith(("nvidia", "cuda", "triton"))} - pinned().keys() == set()
+
+
+def test_the_pins_have_a_date():
+    assert re.search(r"resolved on \d{4}-\d\d-\d\d", PINS.read_text())
