@@ -254,3 +254,22 @@ def test_a_lack_of_memory_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Job, "resolved", lambda job: torch.empty(2**60))  # more than there are addresses
     assert_one_line(run("train", "tabular"), "not enough memory for this task, model and batch")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "tabular.json, line 1: not JSON"),
+        ("[]", "tabular.json: not written by natgrad"),
+        ('{"task": "tabular"}', "tabular.json: not a file that a search wrote"),
+        ('{"task": "digits", "settings": {}}', "task='digits'"),
+        ('{"task": "tabular", "settings": {"sgd": 3}}', "settings of sgd=3"),
+        ('{"task": "tabular", "settings": {}, "target": {"loss": "x"}}', "target loss='x'"),
+        ('{"task": "tabular", "settings": {"sgd": {"colour": 3}}}', "colour=3"),
+        ('{"task": "tabular", "settings": {"sgd": {"learning_rate": "x"}}}', "learning_rate='x'"),
+    ],
+)
+def test_damaged_tuned_values_are_named(tmp_path, text, named):
+    (tmp_path / "tabular.json").write_text(text)
+    assert_one_line(run(*COMPARE, tmp_path / "out", "--tuned", tmp_path), named)
+    assert not (tmp_path / "out").exists()
