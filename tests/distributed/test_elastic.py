@@ -26,10 +26,10 @@ def free_port():
 
 
 @contextmanager
-def agent(folder, port, ranks, number):
+def agent(folder, port, ranks, number, *options, nodes="1:2"):
     """An agent, which stands for a machine, with its ranks; the first one hosts the rendezvous."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", f"--nproc-per-node={ranks}"),
+        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"),
         *(
             "--max-restarts=3",
             "--rdzv-backend=c10d",
@@ -38,7 +38,7 @@ def agent(folder, port, ranks, number):
         ),
         *("--rdzv-id=elastic", "--local-addr=127.0.0.1", "--monitor-interval=0.1"),
         *("-m", "natgrad.cli", "train", "tabular", "--epochs=100000", f"--out={folder / 'run'}"),
-        *("--checkpoint-seconds=0", "--curvature=kfac"),
+        *("--checkpoint-seconds=0", "--curvature=kfac", *options),
     ]
     # Without the last variable an agent that joins a run waits forever for the address of rank 0 (torch 2.13).
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -89,6 +89,19 @@ def test_an_elastic_restart_with_another_number_of_ranks(tmp_path, before, after
     assert [point.epoch for point in points] == list(range(1, len(points) + 1))
     assert points[: len(reported)] == reported
     assert points[-1].loss < points[0].loss
+
+
+@pytest.mark.slow
+def test_daso_goes_on_with_fewer_nodes(tmp_path):
+    port, options = free_port(), ("--averaging=daso", "--batch-size=60")
+    with ExitStack() as stack:
+        agents = [stack.enter_context(agent(tmp_path, port, 1, number, *options, nodes="2:3")) for number in range(3)]
+        reported = wait_for(tmp_path, 3, 5, agents)
+        kill(agents.pop())
+        points = wait_for(tmp_path, 2, 5, agents)
+    assert [point.epoch for point in points] == list(range(1, len(points) + 1))
+    assert points[: len(reported)] == reported
+    assert points[-1].averaging["nodes"] == "2 nodes"
 
 
 def test_a_command_that_torchrun_restarts_resumes(tmp_path, monkeypatch):

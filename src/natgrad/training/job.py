@@ -18,7 +18,7 @@ from .nodes import machines
 from .option_errors import options_named
 
 # The settings that may change when a run is resumed.
-CHANGEABLE = ("epochs", "steps", "workers", "device")
+CHANGEABLE = ("epochs", "steps", "workers", "nodes", "device")
 
 # The largest whole number of a job: seeds of ranks, which are 65536 times as large, then fit into 64 bits.
 _MOST = 10**12

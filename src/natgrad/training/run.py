@@ -193,9 +193,8 @@ def _check(folder: Path, job: Job, *, resume: bool) -> str | None:
             value, before = getattr(job, name), getattr(stored, name)
             allowed = f"{before!r}, as in {folder / CONFIGURATION}"
             require(name in CHANGEABLE or value == before, name, value, allowed)
-        alike = job.averaging == "none" or job.workers == stored.workers
-        allowed = f"{stored.workers}, as before: with averaging each rank has a state of its own"
-        require(alike, "workers", job.workers, allowed)
+        if job.averaging != "none":
+            _check_ranks(folder, job, stored)
         return run
     if not (folder / CONFIGURATION).exists():
         return None
@@ -206,6 +205,18 @@ def _check(folder: Path, job: Job, *, resume: bool) -> str | None:
         raise ArgumentError("out", str(folder), free) from error
     require(stored == job and not checkpoint.complete(folder / CHECKPOINTS, run), "out", str(folder), free)
     return run
+
+
+def _check_ranks(folder: Path, job: Job, stored: Job) -> None:
+    """Check that each rank of a job with averaging has a state of its own in the checkpoints of a run."""
+    place = f"the checkpoints in {folder / CHECKPOINTS} have a state for each rank"
+    if job.averaging == "daso" and job.workers < stored.workers:  # whole nodes, and only after the end of an epoch
+        size = stored.workers // (stored.nodes or 1)
+        same = job.workers == size * (job.nodes or 1)
+        require(same, "workers", job.workers, f"{size} for each node, as before: {place}")
+        return
+    require(job.workers == stored.workers, "workers", job.workers, f"{stored.workers}, as before: {place}")
+    require(job.nodes == stored.nodes, "nodes", job.nodes, f"{stored.nodes}, as before: {place}")
 
 
 def _done(folder: Path, run: str, job: Job, *, resume: bool) -> int | None:
