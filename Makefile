@@ -32,11 +32,13 @@ test-faults: $(READY)  ## Check that each seeded fault fails a test (PART=k/n: o
 
 coverage: $(READY)  ## Measure the branch coverage of the tests, ranks included; it must be at least 90 %
 	rm -f .coverage .coverage.*
-	$(RUN)python -m pytest -m "not slow" -n auto --dist loadfile --cov --cov-report=term --cov-fail-under=90
+	$(RUN)python -m coverage run -m pytest -m "not slow" -n auto --dist loadfile
+	$(RUN)python -m coverage combine --quiet
+	$(RUN)python -m coverage report --fail-under=90
 
 audit: $(READY)  ## Look the pinned versions up in the advisories of PyPI (needs a network)
 	$(VENV)/bin/python -m pip install --quiet pip-audit
-	$(VENV)/bin/python -m pip_audit --requirement constraints.txt --no-deps
+	$(VENV)/bin/python -m pip_audit --requirement constraints.txt --no-deps --disable-pip --strict
 
 bench: $(READY)  ## Run every benchmark; results go to benchmarks/results
 	$(RUN)python -m benchmarks.gram
@@ -51,7 +53,7 @@ lint: $(READY)
 types: $(READY)
 	$(VENV)/bin/mypy
 
-check: lint types test  ## What CI runs
+check: lint types test  ## Lint, types and tests: what CI runs before a part of the faults
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
