@@ -1,5 +1,6 @@
 """A rank that skips a step, makes one more, or raises in its forward: all ranks raise, and say which rank and where."""
 
+import subprocess
 import sys
 import time
 import warnings
@@ -184,3 +185,28 @@ def skip_alike(job):
 
 def test_a_step_that_all_ranks_skip(ranks):
     assert ranks.run(2, skip_alike, job("comm-opt", "ddp")) == [12, 12]
+
+
+# Two ranks; the handler that is registered first is called last.
+ENDING = """
+import atexit, os, sys, threading
+child = 0
+
+def look():
+    code = os.waitpid(child, 0)[1] if child else 0
+    os._exit(int(code > 0 or any(thread.name == "positions of natgrad" for thread in threading.enumerate())))
+
+atexit.register(look)
+import torch, natgrad
+child = os.fork()
+torch.distributed.init_process_group("gloo", init_method=sys.argv[1], rank=int(child == 0), world_size=2)
+preconditioner = natgrad.Preconditioner(torch.nn.Linear(2, 2))
+"""
+
+
+@pytest.mark.slow
+def test_no_thread_is_left_when_the_interpreter_ends(tmp_path):
+    """A thread in the store would abort the process."""
+    script = [sys.executable, "-c", ENDING, (tmp_path / "store").as_uri()]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr

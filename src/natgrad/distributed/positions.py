@@ -95,7 +95,9 @@ class Positions:
         self._ended = threading.Event()
         weakref.finalize(world, self._ended.set).atexit = False
         self._publish()
-        threading.Thread(target=self._run, name="positions of natgrad", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="positions of natgrad", daemon=True)
+        self._thread.start()
+        _publishing.add(self)
 
     # --- This rank ----------------------------------------------------------------------------------------------
 
@@ -212,13 +214,18 @@ class Positions:
             return None
 
     def end(self) -> None:
-        """Publish that this process ends. After an exception first let the others read it."""
+        """Publish that this process ends, and end the thread. After an exception first let the others read it.
+
+        A thread that is in the store while the interpreter ends would abort the process.
+        """
         if not self._ended.is_set():
             self.await_readers()
-            self.here.ended = True
-            self._publish()
+            self._ended.set()
+        self._thread.join(SILENT)
 
 
+# Those whose threads may run, also of process groups that have been destroyed.
+_publishing: weakref.WeakSet[Positions] = weakref.WeakSet()
 _of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, Positions] = weakref.WeakKeyDictionary()
 
 
@@ -250,7 +257,7 @@ def _install() -> None:
 
 
 def _end() -> None:
-    for found in list(_of_world.values()):
+    for found in list(_publishing):
         found.end()
 
 
