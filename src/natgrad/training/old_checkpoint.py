@@ -86,9 +86,7 @@ def _item(folder: Path, item: dict[str, Any]) -> Any:
         content = io.BytesIO(file.read(item["length"]))
     try:
         return torch.load(content, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # a damaged file can raise anything; torch's message explains how to load it all the same
+    except Exception as error:  # of a damaged file; without torch's message, which explains how to load it all the same
         raise pickle.UnpicklingError(f"{name} is damaged, or holds more than tensors and plain values") from error
 
 
@@ -104,8 +102,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _IGNORED:
             return lambda *arguments: None
         if name in _RECORDS.get(module, ()):
-            # A class of its own each time: a pickle can set attributes of a class.
-            return type(name, (_Record,), {})
+            return _Record
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
