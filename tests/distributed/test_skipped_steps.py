@@ -187,6 +187,21 @@ def test_a_step_that_all_ranks_skip(ranks):
     assert ranks.run(2, skip_alike, job("comm-opt", "ddp")) == [12, 12]
 
 
+def skip_after_another_has_left(job):
+    training = Training(job)
+    training.step(0)
+    for step in (1, 2) if dist.get_rank() == 0 else ():
+        x, y = (share(part) for part in batch(step))
+        training.optimizer.zero_grad()
+        nn.functional.cross_entropy(training.model(x), y).backward()
+    return "goes on"
+
+
+def test_a_step_that_is_skipped_after_another_rank_has_left(ranks):
+    """Nothing waits for that rank for ever: the next message to it would raise."""
+    assert ranks.run(2, skip_after_another_has_left, job("comm-opt", "reduce"), limit=SECONDS) == ["goes on"] * 2
+
+
 # Two ranks; the handler that is registered first is called last.
 ENDING = """
 import atexit, os, sys, threading

@@ -21,6 +21,9 @@ from natgrad.preconditioner.parts import Parts
 # The first skipped steps are all compared between the ranks, then only the 8th, 16th, ...: training means to skip.
 _COMPARED = 4
 
+# Seconds without a publication after which a rank that others wait for has probably ended.
+_DEAD = 30.0
+
 
 class SkippedSteps:
     """Notices when a forward pass begins although no step has used the last backward pass; several ranks only.
@@ -125,12 +128,13 @@ class SkippedSteps:
         """Wait until all ranks have skipped this step.
 
         If others are in the step, raise. If others have completed it, they may wait for this rank in the backward pass:
-        go on, so that all ranks raise in their next step.
+        go on, so that all ranks raise in their next step. If another rank has ended, go on too: messages to it raise.
         """
         runtime = self._parts.runtime
         members = torch.distributed.get_process_group_ranks(runtime.group)
         key = f"skipped/{min(members)}/{len(members)}/{self._index}/{self._skipped}"
         count, looked, pause = found.count(key, 1), time.monotonic(), 1e-4
+        heard: dict[tuple[int, int], float] = {}
         found.here.call = f"at its next forward pass without step() {step}"
         while 0 < count < runtime.ranks:
             time.sleep(pause)
@@ -143,6 +147,9 @@ class SkippedSteps:
                 ahead = {rank: at for rank, at in others.items() if self._is_ahead(at, step)}
                 if ahead:
                     self._announce(found, step, ahead)
+                    return
+                silent = (looked - heard.setdefault((rank, at.beat), looked) for rank, at in others.items())
+                if any(at.ended for at in others.values()) or max(silent, default=0.0) > _DEAD:
                     return
             count = found.count(key)
 
