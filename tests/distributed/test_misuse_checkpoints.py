@@ -212,3 +212,16 @@ def test_all_ranks_refuse_a_state_with_a_bad_factor_of_one_rank(ranks, gather):
     assert second[0].startswith("state['blocks']")
     assert first == second if gather else first == [f"on rank 1: {second[0]}"]
     assert all(map(torch.equal, mine, theirs))
+
+
+def given_no_tensors(placement, name):
+    both = Both(placement)
+    both.train(range(2))
+    state = both.preconditioner.state_dict(gather=True)
+    state["blocks"]["0.weight"][name] = "lost"
+    with pytest.raises(ValueError, match=f"'{name}'.*'lost' is not allowed"):
+        both.preconditioner.load_state_dict(state)
+
+
+def test_what_is_not_a_tensor_is_refused_by_ranks_that_do_not_need_it(ranks):
+    ranks.run(2, given_no_tensors, "mem-opt", "renewed")

@@ -57,16 +57,17 @@ def check_tensors(loaded: Mapping[str, Mapping[str, Any]], groups: list[BlockGro
                     if group.curvature.diagonal_reads == (name,):
                         _check_diagonal(place, name, tensor, group)
                 elif name in WHOLE:
-                    _check_kind(place, tensor, tuple(tensor.shape), whole=True)
+                    _check_kind(place, tensor, None, whole=True)
 
 
-def _check_kind(place: str, tensor: Any, shape: tuple[int, ...], *, whole: bool) -> None:
+def _check_kind(place: str, tensor: Any, shape: tuple[int, ...] | None, *, whole: bool) -> None:
     """Check that a value is a tensor of this shape, of whole numbers (or bools) or of floating-point numbers."""
     kind = "whole numbers or bools" if whole else "floating-point numbers"
     found = f"{tensor.dtype}{list(tensor.shape)}, {tensor.layout}" if isinstance(tensor, Tensor) else tensor
-    fits = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.shape == shape
+    fits = isinstance(tensor, Tensor) and tensor.layout == torch.strided and shape in (None, tensor.shape)
     fits = fits and not tensor.is_complex() and tensor.is_floating_point() != whole
-    require(fits and (whole or tensor.dtype.itemsize > 1), place, found, f"a tensor {list(shape)} of {kind}")
+    sizes = "" if shape is None else f" {list(shape)}"
+    require(fits and (whole or tensor.dtype.itemsize > 1), place, found, f"a tensor{sizes} of {kind}")
 
 
 def _check_elements(place: str, tensor: Tensor, spec: TensorSpec, device: torch.device, *, factor: bool) -> None:
