@@ -273,3 +273,14 @@ def test_damaged_tuned_values_are_named(tmp_path, text, named):
     (tmp_path / "tabular.json").write_text(text)
     assert_one_line(run(*COMPARE, tmp_path / "out", "--tuned", tmp_path), named)
     assert not (tmp_path / "out").exists()
+
+
+def test_another_error_of_torch_is_not_called_a_lack_of_memory(tmp_path, monkeypatch):
+    def fail(job):
+        raise RuntimeError("unsupported memory format option")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Job, "resolved", fail)
+    ended = run("train", "tabular")
+    assert isinstance(ended.exception, RuntimeError)
+    assert "not enough memory" not in ended.output

@@ -20,6 +20,10 @@ from .tasks import tasks
 from .train import train
 
 
+# What torch's errors of a lack of memory say; they have no common class.
+_NO_MEMORY = ("allocate memory", "out of memory")
+
+
 class _PlainErrors(TyperGroup):
     """Reports the user's mistakes in one line, without a traceback."""
 
@@ -36,7 +40,7 @@ class _PlainErrors(TyperGroup):
             _print_error(str(in_flags(error, self.commands.get(ctx.invoked_subcommand))))
             raise typer.Exit(2) from error
         except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and "memory" not in str(error):  # torch has no one class for it
+            if not isinstance(error, MemoryError) and not any(text in str(error) for text in _NO_MEMORY):
                 raise
             _print_error(f"not enough memory for this task, model and batch: {error}")
             raise typer.Exit(2) from error

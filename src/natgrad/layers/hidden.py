@@ -136,7 +136,7 @@ class _ObserverHandle:
 
 
 def unknown_forward(module: nn.Module, base: type[nn.Module], used: Mapping[Any, Sequence[str]]) -> str:
-    """Return why a `ObservedForward` for `base` cannot replace the forward of `module`; empty if it can.
+    """Return why an `ObservedForward` for `base` cannot replace the forward of `module`; empty if it can.
 
     Args:
         module: The module.

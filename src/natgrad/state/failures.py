@@ -61,7 +61,7 @@ class FailureState:
         self._seen: Tensor | None = None
         self._outliers: Tensor | None = None
 
-    # --- Refreshes -----------------------------------------------------------------------------------------------
+    # --- Refreshes ----------------------------------------------------------------------------------------------
 
     def record_statistics(self, blocks: slice, fine: Tensor, bad: Tensor) -> None:
         """Record which of some blocks had finite statistics, and which non-finite ones ``[n]`` (bool)."""
@@ -123,6 +123,7 @@ class FailureState:
         """Move all tensors."""
         self.norm = None if self.norm is None else self.norm.to(device, dtype)
         self.invalid = None if self.invalid is None else self.invalid.to(device)
+        self.bounded = None if self.bounded is None else self.bounded.to(device)
         self._seen = None if self._seen is None else self._seen.to(device)
         self._outliers = None if self._outliers is None else self._outliers.to(device)
 

@@ -100,7 +100,7 @@ class BackgroundRefresh:
         (departed, step), self._departed = self._departed, None
         fold(departed, failure_counters, step)
 
-    # --- Refreshes -----------------------------------------------------------------------------------------------
+    # --- Refreshes ----------------------------------------------------------------------------------------------
 
     def begin(
         self,
