@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
+from natgrad.preconditioner import skipped_steps
 from tests.distributed.jobs import Job, Training, batch, network, share
 
 SECONDS = 10.0
@@ -200,6 +201,44 @@ def skip_after_another_has_left(job):
 def test_a_step_that_is_skipped_after_another_rank_has_left(ranks):
     """Nothing waits for that rank for ever: the next message to it would raise."""
     assert ranks.run(2, skip_after_another_has_left, job("comm-opt", "reduce"), limit=SECONDS) == ["goes on"] * 2
+
+
+def look_at_gradients_on_rank_0(job, at):
+    """Between two steps rank 0 differentiates another loss, and clears its gradients."""
+    skipped_steps._LONGEST = 1.0
+    training = Training(job)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step == 1 and dist.get_rank() == 0:
+                model = training.wrapped if at == "model" else training.wrapped.module
+                model(share(batch(1)[0])).sum().backward()
+            training.optimizer.zero_grad()
+            x, y = (share(part) for part in batch(step))
+            loss = nn.functional.cross_entropy(training.wrapped(x), y)
+            loss.backward()
+            if not job.wrapped:
+                for parameter in training.model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+            training.preconditioner.step()
+            training.optimizer.step()
+    return [parameter.tolist() for parameter in training.model.parameters()], [str(one.message) for one in caught]
+
+
+def test_a_pass_of_one_rank_past_the_wrapper_is_no_skipped_step(ranks):
+    (first, warned), (second, silent) = ranks.run(2, look_at_gradients_on_rank_0, job("comm-opt", "ddp"), "module")
+    assert first == second
+    assert not warned
+    assert not silent
+
+
+def test_a_pass_of_one_rank_does_not_stop_the_others(ranks):
+    (first, warned), (second, silent) = ranks.run(2, look_at_gradients_on_rank_0, job("comm-opt", ""), "model")
+    assert first == second
+    assert "rank 0 has waited 1 s for the others to skip step() 1" in warned[0]
+    assert "discard()" in warned[0]
+    assert not silent
 
 
 # Two ranks; the handler that is registered first is called last.

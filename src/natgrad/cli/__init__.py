@@ -19,7 +19,6 @@ from .flags import in_flags
 from .tasks import tasks
 from .train import train
 
-
 # What torch's errors of a lack of memory say; they have no common class.
 _NO_MEMORY = ("allocate memory", "out of memory")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.distributed.positions import BEAT, Position, Positions
-from natgrad.errors import LostRankError
+from natgrad.errors import LostRankError, NatgradWarning
 from natgrad.layers import Handle, remove_all
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.parts import Parts
@@ -21,8 +22,10 @@ from natgrad.preconditioner.parts import Parts
 # The first skipped steps are all compared between the ranks, then only the 8th, 16th, ...: training means to skip.
 _COMPARED = 4
 
-# Seconds without a publication after which a rank that others wait for has probably ended.
-_DEAD = 30.0
+# The longest time in seconds to wait until all ranks have skipped a step.
+_LONGEST = 30.0
+
+_ADVICE = "after a pass whose gradients are discarded, call preconditioner.discard()"
 
 
 class SkippedSteps:
@@ -32,7 +35,8 @@ class SkippedSteps:
     If another rank is in this step or has completed it, all ranks raise a `natgrad.NatgradError`. They compare through
     the store of the process group, because a message would meet one of the step.
 
-    A step is skipped if, after a backward pass, the parameters have changed or the gradients have been cleared.
+    A step is skipped if, after a forward and a backward pass, the parameters have changed or the gradients have been
+    cleared.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -41,7 +45,7 @@ class SkippedSteps:
         self._positions: Positions | None = parts.runtime.positions
         self._handles: list[Handle] = []
         self._parameter: weakref.ref[nn.Parameter] | None = None
-        self._version, self._differentiated, self._skipped = 0, False, 0
+        self._version, self._began, self._differentiated, self._skipped = 0, False, False, 0
         if self._positions is not None:
             self._index = self._positions.add_preconditioner()
             weakref.finalize(self, remove_all, self._handles).atexit = False
@@ -84,7 +88,7 @@ class SkippedSteps:
             yield
             return
         step = progress.step
-        self._differentiated = False
+        self._began = self._differentiated = False
         if found.notice is not None and found.notice.final:
             raise LostRankError(f"step() {step}: {found.notice.text}")
         found.enter(f"in step() {step}")
@@ -110,7 +114,7 @@ class SkippedSteps:
             self._differentiated, self._skipped = False, self._skipped + 1
             if self._skipped <= _COMPARED or self._skipped & (self._skipped - 1) == 0:
                 self._compare(found, step)
-        self._version = version
+        self._version, self._began = version, True
 
     def end_forward(self) -> None:
         """Announce the exception that ends a forward pass, if there is one."""
@@ -119,8 +123,8 @@ class SkippedSteps:
             self._positions.fail(error)
 
     def end_backward(self) -> None:
-        """Record that a backward pass has written gradients."""
-        self._differentiated = True
+        """Record that a backward pass has written gradients, unless the model's forward has not been called."""
+        self._differentiated = self._began
 
     # --- Comparison ---------------------------------------------------------------------------------------------
 
@@ -129,12 +133,16 @@ class SkippedSteps:
 
         If others are in the step, raise. If others have completed it, they may wait for this rank in the backward pass:
         go on, so that all ranks raise in their next step. If another rank has ended, go on too: messages to it raise.
+
+        Warns:
+            NatgradWarning: if the others do not skip it in time. Then this rank has discarded the gradients of a pass
+                that the others have not made.
         """
         runtime = self._parts.runtime
         members = torch.distributed.get_process_group_ranks(runtime.group)
         key = f"skipped/{min(members)}/{len(members)}/{self._index}/{self._skipped}"
-        count, looked, pause = found.count(key, 1), time.monotonic(), 1e-4
-        heard: dict[tuple[int, int], float] = {}
+        count, pause, began = found.count(key, 1), 1e-4, time.monotonic()
+        looked = began
         found.here.call = f"at its next forward pass without step() {step}"
         while 0 < count < runtime.ranks:
             time.sleep(pause)
@@ -148,8 +156,17 @@ class SkippedSteps:
                 if ahead:
                     self._announce(found, step, ahead)
                     return
-                silent = (looked - heard.setdefault((rank, at.beat), looked) for rank, at in others.items())
-                if any(at.ended for at in others.values()) or max(silent, default=0.0) > _DEAD:
+                if any(at.ended for at in others.values()):
+                    return
+                if looked - began > _LONGEST:
+                    found.count(key, -1)
+                    self._skipped -= 1
+                    warnings.warn(
+                        f"natgrad: rank {found.rank} has waited {_LONGEST:.0f} s for the others to skip step() {step}, "
+                        f"as it has done itself; {_ADVICE}",
+                        NatgradWarning,
+                        stacklevel=2,
+                    )
                     return
             count = found.count(key)
 
@@ -162,7 +179,7 @@ class SkippedSteps:
         where = "; ".join(f"rank {rank} {at}" for rank, at in list(ahead.items())[:8])
         text = (
             f"rank {found.rank} has skipped step() {step}: it begins another forward pass, and its last backward pass "
-            f"was not followed by step(); {where}"
+            f"was not followed by step(); {where}; {_ADVICE}"
         )
         found.announce(text, final=True)
         found.await_readers()
