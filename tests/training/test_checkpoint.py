@@ -87,7 +87,7 @@ def test_tensors_that_share_memory_are_saved_apart(tmp_path):
         (torch.ones(2, dtype=torch.complex128), "value is a Tensor of torch.complex128"),
         (torch.eye(2).to_sparse(), "torch.sparse_coo"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_other_values_are_a_clear_error_and_the_older_one_stays(tmp_path, value, named):
     older = saved(tmp_path)
