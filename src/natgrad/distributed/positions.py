@@ -94,6 +94,9 @@ class Positions:
         self._announced, self._read = False, ""
         self._ended = threading.Event()
         weakref.finalize(world, self._ended.set).atexit = False
+        left = self._stored_notice()
+        if left is not None and left.rank == self.rank:  # of a process group before this one
+            self._set("notice", "")
         self._publish()
         self._thread = threading.Thread(target=self._run, name="positions of natgrad", daemon=True)
         self._thread.start()
@@ -149,13 +152,16 @@ class Positions:
 
     def current_notice(self) -> Notice | None:
         """Return the notice of another rank as of now."""
-        text = self._get("notice")
-        notice = Notice(**json.loads(text)) if text else None
+        notice = self._stored_notice()
         if notice is not None and notice.rank == self.rank:
             return None
         if notice is not None or self._store is not None:  # else what was read before the store was lost
             self.notice = notice
         return self.notice
+
+    def _stored_notice(self) -> Notice | None:
+        text = self._get("notice")
+        return Notice(**json.loads(text)) if text else None
 
     def count(self, key: str, added: int = 0) -> int:
         """Add to a number that all ranks share, and return it."""
