@@ -252,7 +252,9 @@ def _install() -> None:
     following = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        for found in list(_of_world.values()):
+        world = dist.group.WORLD if dist.is_initialized() else None
+        found = None if world is None else _of_world.get(world)
+        if found is not None:
             if is_lost(error) and hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"natgrad: {found.reason(range(found.ranks))}")
             found.fail(error)

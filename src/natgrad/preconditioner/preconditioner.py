@@ -352,7 +352,8 @@ class Preconditioner:
 
         Call it if the gradients of these passes are discarded: after a pass of another model's loss through this one
         (GANs), after the first pass of SAM, and after adversarial attacks that call ``backward``. It happens
-        automatically if ``zero_grad`` sets all ``.grad`` to None, except under FSDP2.
+        automatically if ``zero_grad`` sets all ``.grad`` to None, except under FSDP2 and where only some of the ranks
+        begin another forward pass afterwards: those seem to skip a step.
         """
         self.parts.capture.discard()
         self.skipped_steps.forget()
