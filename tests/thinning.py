@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import combinations
+from zlib import crc32
 
 import pytest
 
@@ -22,17 +23,25 @@ def covering(cells: Sequence[dict[str, str]], together: int) -> list[int]:
     return chosen
 
 
+def some(name: str, places: Sequence[int], count: int) -> list[int]:
+    """Return `count` of the places, evenly spaced. Tests of other names begin elsewhere, and so differ in what they use."""
+    first = crc32(name.encode()) % len(places)
+    return [places[(first + round(step * len(places) / count)) % len(places)] for step in range(count)]
+
+
 def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow what `pytest.mark.values` and `pytest.mark.pairs` leave out of the products that tests are."""
+    """Mark as slow what `pytest.mark.values`, `pairs` and `some` leave out of the products that tests are."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             products.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cells in products.values():
+    for name, cells in products.items():
+        chosen = [place for place, cell in enumerate(cells) if not cell.get_closest_marker("slow")]
         for marker, together in (("values", 1), ("pairs", 2)):
             if cells[0].get_closest_marker(marker):
                 params = [{key: repr(value) for key, value in cell.callspec.params.items()} for cell in cells]
-                chosen = set(covering(params, together))
-                for place, cell in enumerate(cells):
-                    if place not in chosen:
-                        cell.add_marker(pytest.mark.slow)
+                chosen = covering(params, together)
+        if number := cells[0].get_closest_marker("some"):
+            chosen = some(name, chosen, min(number.args[0], len(chosen)))
+        for place in set(range(len(cells))) - set(chosen):
+            cells[place].add_marker(pytest.mark.slow)

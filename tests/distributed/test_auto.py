@@ -44,6 +44,7 @@ def test_too_little_memory_names_the_least_that_would_do(ranks):
     assert isinstance(ranks.run(2, build, least - 1)[0], str)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("gradients", ["averaged", "reduce"])
 def test_the_choice_trains_like_one_process(ranks, count, gradients):

@@ -27,6 +27,7 @@ def refused(kind, common, apart):
     return str(told.value)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("kind", "common", "apart", "named"),
     [

@@ -184,6 +184,7 @@ def assert_equal(results):
         assert all(torch.equal(value, other[name]) for name, value in results[0].items())
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("intervals", INTERVALS)
 @pytest.mark.parametrize("staleness", [1, 3])
@@ -371,6 +372,7 @@ def resume(case, states, steps):
     return training.parameters()
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("stop", [4, 5, 6, 7])
@@ -384,6 +386,7 @@ def test_a_gathered_state_resumes_bit_by_bit(ranks, stop, staleness):
         assert_close(resumed[0], defined(case))
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("stop", [4, 5, 6, 8])

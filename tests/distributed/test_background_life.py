@@ -109,6 +109,7 @@ def outlive(part, method):
     return str(raised.value), type(raised.value.__cause__), monotonic() - begun
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("part", "method"), [("_statistics", "update"), ("_decompositions", "collect")])
 def test_a_rank_that_stops(ranks, part, method):
     """The others learn of it when they wait for its sums, or for its part of a renewal."""
@@ -220,6 +221,7 @@ def test_models_of_many_layers(ranks, name):
     assert_close(results[0], train_model(name, range(9), options))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_shards(ranks, count):
     """FSDP2: what the step under way needs is gathered beside what the renewal needs."""
@@ -280,15 +282,14 @@ print("done", flush=True)
 """
 
 
-def test_processes_end_while_work_is_under_way(tmp_path):
-    for ending in ("destroy", "leave"):
-        store = tmp_path / ending
-        arguments = [[sys.executable, "-c", EXIT, str(rank), str(store), ending] for rank in range(2)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        processes = [
-            subprocess.Popen(each, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for each in arguments
-        ]
-        for process in processes:
-            out, errors = process.communicate(timeout=120)
-            assert (process.returncode, out) == (0, "done\n"), errors
+@pytest.mark.parametrize("ending", [pytest.param("destroy", marks=pytest.mark.slow), "leave"])
+def test_processes_end_while_work_is_under_way(ending, tmp_path):
+    arguments = [[sys.executable, "-c", EXIT, str(rank), str(tmp_path / "store"), ending] for rank in range(2)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    processes = [
+        subprocess.Popen(each, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for each in arguments
+    ]
+    for process in processes:
+        out, errors = process.communicate(timeout=120)
+        assert (process.returncode, out) == (0, "done\n"), errors

@@ -53,6 +53,7 @@ class Drifting(Reference):
         return A, G, fresh[2] if any(renewed) else damping
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("count", "staleness"), [(1, 1), (1, 3), (2, 1), (4, 3)])
 def test_training_is_what_the_definition_says(ranks, count, staleness):
     rule = natgrad.DriftRule(0.3)
@@ -77,6 +78,7 @@ def verdicts(state):
     return {key: float(own["rule"][0, 1]) for key, own in state["blocks"].items()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("rule", RULES)
@@ -113,6 +115,7 @@ def test_a_decision_without_a_renewal_is_one():
     assert training.preconditioner.state_dict()["last_inverses"] == 8
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("stop", "staleness"), [(4, 1), (5, 1), (6, 3), (7, 3)])
 def test_a_gathered_state_resumes_bit_by_bit(ranks, stop, staleness):
     case = Case(staleness=staleness, factors=1, inverses=4, rule=natgrad.DriftRule(0.3))

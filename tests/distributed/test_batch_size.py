@@ -68,6 +68,7 @@ def train(wrapper, reduction, steps=3):
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in parameters.items()}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("reduction", ["mean", "tokens", "sum"])
 @pytest.mark.parametrize("wrapper", ["ddp", "layers", "root"])
 def test_wrapped_models_know_their_batch_size(ranks, wrapper, reduction):

@@ -71,6 +71,7 @@ def train_joined(kind, steps, options, folder=None, saving=False):
     return None if saving else training.result()
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
@@ -213,6 +214,7 @@ def train_sharded(kind, steps, folder, saving):
     return torch.cat([p.flatten() for p in whole])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_sharded_states(ranks, tmp_path, kind):
     straight = ranks.run(2, train_sharded, kind, range(6), str(tmp_path / "straight"), True)[0]

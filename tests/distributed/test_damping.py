@@ -54,6 +54,7 @@ def check(ranks, count, name, options, steps=5, **how):
 RULE = LevenbergMarquardt(0.1, interval=2, decay=0.6)
 
 
+@pytest.mark.some(4)
 @pytest.mark.values
 @pytest.mark.parametrize(
     ("name", "placement"),
@@ -75,6 +76,7 @@ def test_levenberg_marquardt(ranks, name, placement, count):
     assert found[-1][0] != 0.1
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
 def test_losses_weigh_as_gradients_do(ranks, placement, reduction):
@@ -93,6 +95,7 @@ def test_its_message_is_small_and_rare(ranks):
     }  # two messages of six numbers
 
 
+@pytest.mark.some(3)
 @pytest.mark.values
 @pytest.mark.parametrize(
     ("name", "placement"),
@@ -131,6 +134,7 @@ def undone(name, placement):
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("placement", ["comm-opt", "hybrid:0.5", "mem-opt", "dp"])
 @pytest.mark.parametrize("name", ["hylo kid", "hylo switch"])
@@ -170,6 +174,7 @@ def test_a_closure_that_raises_on_one_rank_stops_all(ranks, early):
     assert second == "KeyError('here')"
 
 
+@pytest.mark.some(3)
 @pytest.mark.values
 @pytest.mark.parametrize(
     ("name", "placement"),
@@ -189,6 +194,7 @@ def test_autopilot(ranks, name, placement, count):
     assert len({damping for damping, *_ in found}) == 1
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter"])
 def test_autopilot_goes_by_the_gradient_of_all_ranks(ranks, placement):
     """Which each layer's owner alone has, where it is summed on its way there."""

@@ -15,6 +15,7 @@ def cycling(between, wait, **options):
     return {"batches_between": between, "batches_to_wait": wait, **options}
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("merge", ["paper", "delta"])
 @pytest.mark.parametrize(("between", "wait"), CYCLES)
@@ -31,6 +32,7 @@ def test_cycling(ranks, between, wait, merge):
         assert equal if last or (wait == 0 and step % 2) else not equal
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("wait", [0, 2])
 def test_averaged_momenta(ranks, wait):
     run = Run(options=cycling(2, wait, momentum="average"))
@@ -72,6 +74,7 @@ def synchronous(run):
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrapper", ["none", "ddp"])
 @pytest.mark.parametrize("options", [cycling(2, 1), {"warmup_epochs": 2}])
 def test_one_node_is_ddp_to_the_last_bit(ranks, wrapper, options):
@@ -80,6 +83,7 @@ def test_one_node_is_ddp_to_the_last_bit(ranks, wrapper, options):
         assert all(identical(*pair) for pair in zip(found, expected, strict=True))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
 @pytest.mark.parametrize("options", [cycling(1, 0), {"warmup_epochs": 2, "wire": None}, {"warmup_epochs": 2}])
 def test_averaging_after_each_batch_is_synchronous_sgd(ranks, sizes, options):

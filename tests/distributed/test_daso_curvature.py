@@ -59,6 +59,7 @@ def test_factors_that_arrive_later(ranks):
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("kind", "wrapper"), [("comm-opt", "ddp"), ("mem-opt", "fsdp")])
 def test_natural_gradient_in_the_node(ranks, kind, wrapper):
     """Wrappers change nothing."""
@@ -141,6 +142,7 @@ def one_optimizer(gradients):
     return plain.parameters(), [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("gradients", ["averaged", "reduce"])
 def test_a_preconditioned_optimizer(ranks, gradients):
     for expected, found in ranks.run(4, one_optimizer, gradients):

@@ -57,6 +57,7 @@ RUNS = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.values
 @pytest.mark.parametrize("cut", [3, 4, 6])  # just sent, on its way, and at an epoch's end
 @pytest.mark.parametrize("name", list(RUNS))
@@ -93,6 +94,7 @@ def test_a_state_of_an_epochs_end_goes_to_other_nodes(ranks):
     ranks.run(4, load_elsewhere, run, False, (2, 2))
 
 
+@pytest.mark.some(4)
 @pytest.mark.values
 @pytest.mark.parametrize("seed", range(10))
 def test_ranks_that_come_late(ranks, seed):
@@ -135,6 +137,7 @@ def poisoned(run, rank):
     return steps, None
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def cycling(run, between, wait, merge="paper", wire=torch.bfloat16, **options):
     return replace(run, options={**run.options, **own, **options})
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("merge", ["paper", "delta"])
 @pytest.mark.parametrize(("between", "wait"), CYCLES)
@@ -40,6 +41,7 @@ def test_differences_are_no_other_rule(ranks, between, wait, merge):
         assert identical(everyone[2][step], everyone[3][step])
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("merge", ["paper", "delta"])
 @pytest.mark.parametrize("name", list(ELSEWHERE))

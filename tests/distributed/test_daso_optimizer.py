@@ -46,6 +46,7 @@ def scaled(unscaled, sharded):
     return scales, moved, whole(model.weight)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_node_skips_a_step_as_one(ranks, unscaled, sharded):

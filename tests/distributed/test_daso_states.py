@@ -29,6 +29,7 @@ def resume(run, version):
     return second.parameters()
 
 
+@pytest.mark.some(1)
 @pytest.mark.values
 @pytest.mark.parametrize("version", [1, 2])
 def test_an_older_state_of_an_epochs_end_resumes_to_the_last_bit(ranks, version):

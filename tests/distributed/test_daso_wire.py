@@ -104,6 +104,7 @@ def test_layers_that_are_unfrozen_meanwhile(ranks):
         assert identical(first, second)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -138,6 +139,7 @@ def without_rows(options):
     return whole(model.weight)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -80,6 +80,7 @@ def check(results):
         assert issubclass(cause, RuntimeError)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("placement", "where", "how"),
     [
@@ -96,6 +97,7 @@ def test_a_rank_that_stops(ranks, placement, where, how):
     check(ranks.outlive(count, 1, fail, job, where, how, 1, limit=SECONDS + 40))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("placement", ["mem-opt", "dp"])
 def test_a_rank_that_stops_before_its_step_under_ddp(ranks, placement):
     """The wrapper's own messages are through by then."""
@@ -124,6 +126,7 @@ def wait_for_one_that_hangs(placement):
     return result
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5"])
 def test_a_rank_that_hangs(ranks, placement):
     seconds = ranks.run(4, wait_for_one_that_hangs, placement)

@@ -191,6 +191,7 @@ def check(ranks, count, case):
     return owners, [traffic for _, _, traffic in results]
 
 
+@pytest.mark.some(4)
 @pytest.mark.pairs
 @pytest.mark.parametrize("refresh", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -204,6 +205,7 @@ def test_dp_is_its_definition(ranks, model, count, refresh):
     assert all(sent["inverses"] == 0 for sent in traffic)
 
 
+@pytest.mark.some(4)
 @pytest.mark.values
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
@@ -307,6 +309,7 @@ def use_parts_of_the_model():
     return torch.stack(ends)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_layers_that_a_step_does_not_use(ranks, count):
     results = ranks.run(count, use_parts_of_the_model, limit=30)

@@ -25,6 +25,7 @@ PLACEMENTS = ["comm-opt", "pipelined", "hybrid:1", "auto"]
 BLIND = ["mem-opt", "hybrid:0.5", "reduce-scatter"]
 
 
+@pytest.mark.some(7)
 @pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -37,6 +38,7 @@ def test_ranks_equal_one_process(ranks, count, placement):
     assert float((expected.model["3.weight"] - kfac.model["3.weight"]).norm()) > 1e-3
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize(
     "job",
@@ -122,6 +124,7 @@ def test_placements_in_which_ranks_capture_blindly_are_refused(ranks, placement)
 # --- State --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("stop", [2, 4, 6])
 @pytest.mark.parametrize("gather", [False, True])
@@ -132,6 +135,7 @@ def test_resuming_on_the_same_ranks_is_bit_exact(ranks, gather, stop):
     assert_bit_identical([*straight, *resumed])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (3, 1), (1, 2)])
 def test_resuming_on_another_number_of_ranks(ranks, before, after):
     saved = ranks.run(before, train, JOB, range(6), None, True)[0].state
@@ -149,6 +153,7 @@ def until_full(step):
     return 1 if step < 4 else 10
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
@@ -229,6 +234,7 @@ def solve(own, W, gamma):
     return dense_ekfac.solve(W, dense_ekfac.approximation(S, QA, QG), gamma)
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -264,6 +270,7 @@ def test_a_basis_that_changes_between_the_backward_pass_and_the_step(ranks):
     assert all(unchanged for _, unchanged in results)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("stop", [3, 4, 7])
 def test_resuming_in_the_background(ranks, stop):
     case = Case(name="background", kind="EKFAC", curvature={}, factors=1, inverses=4)

@@ -36,6 +36,7 @@ def test_kinds_of_data_parallelism(ranks, wrapper):
     assert_close(results[0], train(Job(), STEPS))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ragged_batches_equal_one_process_when_natgrad_reduces(ranks, count, wrapped):
@@ -148,6 +149,7 @@ def accumulate_under_ddp(options, summed):
     return float(preconditioner.metrics()["kl_scale"]), dense.gradients(model), dict(model.state_dict())
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("gradients", ["averaged", "reduce"])
 @pytest.mark.parametrize("accumulation", ["mean", "sum"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -255,6 +257,7 @@ def train_on_tokens(steps, placement="auto"):
     return dict(model.state_dict())
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("placement", REDUCING)
 @pytest.mark.parametrize("count", [2, 4])
 def test_masked_tokens_are_weighted_by_their_number(ranks, count, placement):

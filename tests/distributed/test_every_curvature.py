@@ -23,6 +23,7 @@ def place():
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialized else (0, 1)
 
 
+@pytest.mark.some(40)
 @pytest.mark.pairs
 @pytest.mark.parametrize(
     ("name", "placement"), [(name, placement) for name, placements in PLACEMENTS.items() for placement in placements]

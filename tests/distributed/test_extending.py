@@ -45,6 +45,7 @@ def alone():
     return train("comm-opt")
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("count", [2, 4])
@@ -63,6 +64,7 @@ def test_ranks_stay_equal_where_each_owner_sees_its_own_samples(ranks, count):
     assert all(tensor.isfinite().all() for tensor in first.values())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter"])
 def test_resuming_is_bit_exact(ranks, placement):
     for straight, resumed in zip(ranks.run(2, train, placement), ranks.run(2, train, placement, 3), strict=True):
@@ -87,6 +89,7 @@ def poisoned(placement):
     return results
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "hybrid:0.5"])
 def test_a_batch_that_is_not_finite(ranks, placement):
     first, *others = ranks.run(4 if placement == "hybrid:0.5" else 2, poisoned, placement)
@@ -116,6 +119,7 @@ def scaled(curvature, *, shards=False):
     return {name: own.full_tensor() if shards else own for name, own in state}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("curvature", OWN)
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_layer_type_of_ones_own(ranks, curvature, shards):

@@ -24,6 +24,7 @@ def train_with_poison(job, steps, poisoned, rank):
     return training.result()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("curvature", [{}, {"form": "inverse"}, {"fisher": "sampled", "likelihood": "categorical"}])
 def test_poison_on_one_rank(ranks, rank, curvature):
@@ -56,6 +57,7 @@ def train_with_broken_lapack(job, steps, broken, rank):
     return training.result()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 def test_a_decomposition_that_fails_on_its_owner(ranks, rank, form):

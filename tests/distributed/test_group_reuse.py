@@ -52,6 +52,7 @@ def rebuild(placement, times, end):
     return counts, found
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("end", ["detach", "delete"])
 @pytest.mark.parametrize(("placement", "P"), [("pipelined", 2), ("hybrid:0.5", 4), ("background", 2)])

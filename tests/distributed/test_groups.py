@@ -49,6 +49,7 @@ def alone(number):
     return dense.gradients(model)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("how", ["wrapper", "process_group", "mesh"])
 def test_a_subgroup_trains_by_itself(ranks, how):
     results = ranks.run(4, steps_in_pairs, how)
@@ -137,6 +138,7 @@ def train_beside_other_groups(placement, which):
     return dense.gradients(model)
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("which", ["members", "local", "overlapping"])
 @pytest.mark.parametrize("placement", ["hybrid:0.5", "pipelined", "background"])

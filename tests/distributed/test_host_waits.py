@@ -92,6 +92,7 @@ WAYS = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_plain_step_waits_for_nothing(ranks, way):
     for found in ranks.run(2, read_in_steps, *WAYS[way]):

@@ -89,6 +89,7 @@ def assert_same(results):
         assert all(torch.equal(own, first[name]) for name, own in other.items())
 
 
+@pytest.mark.some(4)
 @pytest.mark.pairs
 @pytest.mark.parametrize("wrapper", [None, {}])
 @pytest.mark.parametrize("memory", [None, 3])
@@ -104,6 +105,7 @@ def call(steps, sizes, options):
     return train(steps, sizes, **options)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "wrapper", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}]
 )
@@ -113,6 +115,7 @@ def test_kinds_of_data_parallelism(ranks, wrapper):
     dense.assert_equal(results[0][0], train(5, EVEN)[0], 1e-10)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5", "reduce-scatter", "pipelined"])
 def test_placements(ranks, placement):
     results = ranks.run(4, call, 5, RAGGED, {"placement": placement, "gradients": "reduce"})
@@ -146,6 +149,7 @@ def attend(steps, memory):
     return {name: own.detach() for name, own in model.named_parameters()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("memory", [None, 3])
 @pytest.mark.parametrize("count", [2, 4])
 def test_attention_by_its_sums_over_positions(ranks, count, memory):
@@ -201,6 +205,7 @@ def owned_batch(step, ranks):
     return x, torch.randint(3, (3 * ranks,), generator=generator)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("count", "reduce", "idle"), [(2, False, None), (3, True, None), (3, False, 1)])
 def test_dp_is_the_reference_of_the_workers_samples(ranks, count, reduce, idle):
     steps = 4

@@ -82,6 +82,7 @@ def train(job, kind, steps, states=None, gather=False):
     return training.result(gather=gather), fallbacks, words
 
 
+@pytest.mark.some(3)
 @pytest.mark.values
 @pytest.mark.parametrize("kind", ["decompositions", "grafted", "unusable"])
 @pytest.mark.parametrize(("count", "placement"), CASES)
@@ -111,6 +112,7 @@ def test_what_serves_which_layer_and_when():
     assert not words["5.weight"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("kind", ["decompositions", "grafted", "unusable"])
 @pytest.mark.parametrize("placement", COMMON)
@@ -125,6 +127,7 @@ def test_a_training_resumed_on_a_lower_rung(ranks, placement, kind):
     assert whole[0][1][5:] == resumed[0][1]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["decompositions", "unusable"])
 def test_a_gathered_state_goes_on_with_another_number_of_ranks(ranks, kind):
     whole, expected, _ = train(job("comm-opt"), kind, range(12))

@@ -8,6 +8,7 @@ PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "hybrid:0.25", "reduce-scatte
 STEPS = range(5)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_many_ranks_equal_one_process(ranks, placement, count):

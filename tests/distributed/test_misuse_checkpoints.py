@@ -62,6 +62,7 @@ def saved(placement):
     return [messages(both.optimizer.state_dict, gather=gather) for gather in (True, False, False)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", [*OWNER_ONLY, "comm-opt"])
 def test_saving_one_ranks_layers_is_warned_of_once(ranks, placement):
     for whole, first, second in ranks.run(2, saved, placement):
@@ -89,6 +90,7 @@ def resumed(placement, kind):
     return own, told, first, other.train(range(5, 12)), other.preconditioner.explain().preconditioned, renewed
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("placement", "kind"), [*((one, "KFAC") for one in OWNER_ONLY), ("mem-opt", "HyLo"), ("mem-opt", "KBFGS")]
 )
@@ -113,6 +115,7 @@ def exactly(placement):
     return told, both.train(range(4, 9)), other.train(range(4, 9))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", OWNER_ONLY)
 def test_a_gathered_file_resumes_silently_and_exactly(ranks, placement):
     for told, expected, found in ranks.run(2, exactly, placement):

@@ -60,6 +60,7 @@ def order(wrapper, refresh, placement):
     return right, forgotten, late, training.preconditioner.explain().preconditioned
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("refresh", [{}, SPARSE])
 @pytest.mark.parametrize(
     ("wrapper", "placement"),

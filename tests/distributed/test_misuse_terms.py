@@ -64,6 +64,7 @@ def train(reduction, placement="comm-opt", summed=False):
     return [p.detach().clone() if not summed else p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "reduce-scatter", "pipelined"])
 def test_a_loss_of_several_terms_is_that_of_one_process(ranks, placement):
     reduction = {"tokens": "tokens", "*": "mean"}
@@ -159,6 +160,7 @@ def audited(placement, wrapper, gradients="averaged", change=""):
     return found
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter", "dp", "pipelined", "background"])
 def test_averaged_gradients_of_ragged_batches_are_silent(ranks, placement):
     assert ranks.run(2, audited, placement, "ddp") == [[], []]

@@ -77,6 +77,7 @@ def train(curvatures, options):
     return dict(model.state_dict())
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     ("placement", "curvatures", "tolerance"),

@@ -33,6 +33,7 @@ def train(kind, options):
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("ranks_", "kind", "options"),
     [

@@ -106,6 +106,7 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize("ranks_", [2, 4])
 def test_sequences_are_those_worked_out_by_hand(ranks, name, ranks_):
@@ -153,6 +154,7 @@ def train(kind, options, steps, wrapped):
     return torch.cat([each.detach().flatten() for each in model.parameters()]), sent
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -49,6 +49,7 @@ def train(form, wrapped, ragged, micro_batches):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize(
     ("form", "wrapped", "ragged", "micro_batches"),

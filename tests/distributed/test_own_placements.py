@@ -48,6 +48,7 @@ def train_registered(name, rule, job):
     return train(job, STEPS)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("rule", "count"), [(ByDepth, 2), (ByDepth, 4), (Pairs, 2), (Pairs, 4), (Pairs, 3)])
 def test_ranks_equal_one_process(ranks, rule, count):
     results = ranks.run(count, train, job(rule()), STEPS)

@@ -39,6 +39,7 @@ def counted(result):
     return {name: result.metrics[name] for name in names if name in result.metrics}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter", "background"])
 def test_ranks_decide_as_one_process(ranks, placement):
     """Rules that compare layers see those of one worker only, where each layer has one."""
@@ -51,6 +52,7 @@ def test_ranks_decide_as_one_process(ranks, placement):
         assert all(counted(answer[name]) == counted(alone[name]) for answer in answers)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("count", "placement"), [(2, "mem-opt"), (2, "dp"), (2, "pipelined"), (4, "hybrid:0.5")])
 def test_ranks_stay_equal(ranks, count, placement):
     answers = ranks.run(count, follow, list(RULES), placement)
@@ -58,6 +60,7 @@ def test_ranks_stay_equal(ranks, count, placement):
         assert_bit_identical([answer[name] for answer in answers])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
 def test_resuming_is_bit_exact(ranks, placement):
     names = [name for name in RULES if name != "capped"]

@@ -69,6 +69,7 @@ def assert_late(left):
 # --- It equals one process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_ranks_equal_one_process(ranks, count, placement):
@@ -100,6 +101,7 @@ JOBS = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_ways_of_training(ranks, name):
     results, left = run(ranks, 2, jobs.train, JOBS[name], STEPS, placement=SINGLY)
@@ -238,6 +240,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:.*frozen.*:natgrad.NatgradWarning")
 def test_what_may_happen_between_two_steps(ranks, way):

@@ -137,6 +137,7 @@ def play(name, placement, refresh=(1, 2)):
     return {key: value.clone() for key, value in scene.model.state_dict().items()}
 
 
+@pytest.mark.some(3)
 @pytest.mark.values
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.parametrize("count", [2, 4])
@@ -151,6 +152,7 @@ def test_a_model_that_changes(ranks, placement, count, name):
             assert float((results[0][key] - value).norm()) <= 1e-10 * float(value.norm()), key
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "reduce-scatter", "pipelined", "background"])
 def test_factors_that_are_due_when_the_model_changes_stay_due(ranks, placement):
     """What was captured of the old layers is gone: as in one process the next step captures."""
@@ -223,6 +225,7 @@ def train_functional_head(placement):
     return {key: value.clone() for key, value in model.state_dict().items()}, told, reasons
 
 
+@pytest.mark.some(4)
 @pytest.mark.pairs
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -258,6 +261,7 @@ def ask(placement):
     )
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_explanations(ranks, placement):
     """Owners are the same on all ranks and among the workers; memory is what this rank keeps."""
@@ -314,6 +318,7 @@ SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 REDUCE = {"wrapped": False, "ragged": True}
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -356,6 +361,7 @@ def save_alone_after_a_change(placement):
     return set(whole), set(again) - set(whole)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("placement", [*PLACEMENTS, "pipelined", "background"])
 def test_one_rank_may_save_between_a_change_and_the_next_step(ranks, placement):
     for whole, thawed in ranks.run(2, save_alone_after_a_change, placement, limit=30):

@@ -12,6 +12,7 @@ PLACEMENTS = ["mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
 SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("curvature", [{}, SAMPLED], ids=["empirical", "sampled"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -46,6 +47,7 @@ def train_with_a_poisoned_gradient(job):
     return training.result()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", *PLACEMENTS])
 def test_a_poisoned_gradient(ranks, placement):
     results = ranks.run(3, train_with_a_poisoned_gradient, Job(options={"placement": placement}))
@@ -55,6 +57,7 @@ def test_a_poisoned_gradient(ranks, placement):
     assert {result.metrics["skipped_gradients"] for result in results} == {1}
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -70,6 +73,7 @@ def test_a_decomposition_that_fails_on_its_owner(ranks, placement, form):
     assert any(not torch.equal(value, fine.model[name]) for name, value in results[0].model.items())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_first_decomposition_that_fails(ranks, placement):
     """Without a good one the layer's gradient stays plain on every rank."""
@@ -104,6 +108,7 @@ def exhaust(job, kind, rank):
     return None
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("kind", ["statistics", "decompositions"])
 @pytest.mark.parametrize("placement", ["comm-opt", *PLACEMENTS])

@@ -20,6 +20,7 @@ def job_of(placement, **options):
     return Job(momentum=0.0, options={"placement": placement}, **options)
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("count", [2, 4])
@@ -50,6 +51,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("before", "first", "after", "second"), PAIRS)
 def test_resuming_under_another_placement(ranks, before, first, after, second):
     saved = ranks.run(first, train, Job(options={"placement": before}), range(4), None, True)
@@ -58,6 +60,7 @@ def test_resuming_under_another_placement(ranks, before, first, after, second):
     assert_close(resumed[0], train(Job(), range(8)))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("before", "first", "after", "second"), PAIRS)
 def test_torchs_distributed_checkpoints(ranks, tmp_path, before, first, after, second):
     ranks.run(first, train_and_save, job_of(before), range(4), str(tmp_path))
@@ -66,6 +69,7 @@ def test_torchs_distributed_checkpoints(ranks, tmp_path, before, first, after, s
     assert_close(resumed[0], train(Job(momentum=0.0), range(8)))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_torchs_distributed_checkpoints_on_the_same_ranks_are_bit_exact(ranks, tmp_path, placement):
     job = exact_job(placement, 4)
@@ -197,6 +201,7 @@ def test_gathered_states_are_the_same_after_failures(ranks, placement):
     assert results[0][1]["watch"]["failed_decompositions"] == max(own for own, _ in results) > 0
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_all_of_it_is_somewhere(ranks, placement):
     """What the ranks keep makes up the gathered state, and what they do not work for is nowhere."""

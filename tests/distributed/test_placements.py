@@ -14,6 +14,7 @@ PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter"]
 STEPS = range(7)
 
 
+@pytest.mark.some(7)
 @pytest.mark.pairs
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -25,6 +26,7 @@ def test_placements_equal_one_process(ranks, placement, count, form):
     assert_close(results[0], train(Job(curvature={"form": form}), STEPS))
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 @pytest.mark.parametrize("placement", ["comm-opt", "hybrid:0.5", "reduce-scatter"])

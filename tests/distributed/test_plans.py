@@ -75,6 +75,7 @@ def differ(name, placement):
         preconditioner.step()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("placement", ["comm-opt", "reduce-scatter"])
 def test_ranks_with_other_options_all_raise(ranks, placement):
     for name in DIFFERENT:

@@ -30,6 +30,7 @@ def made(sent):
     return sent["inverses"] + sent["counters"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("wire", WIRES)
@@ -46,6 +47,7 @@ def test_accuracy_and_bytes(ranks, count, wire):
     assert share < made(sent) / made(wide) < share + 0.3
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("narrow", [BF16, FP16])
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 def test_everything_narrow(ranks, narrow, form):

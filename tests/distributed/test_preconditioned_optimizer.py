@@ -46,6 +46,7 @@ def cool_down(lacks, reduces, placement):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("lacks", "reduces", "placement"),
     [

@@ -95,6 +95,7 @@ def train(mesh_shape):
     return {name: each.full_tensor() if isinstance(each, DTensor) else each.clone() for name, each in weights.items()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
 def test_sharded_weights_become_those_of_one_process(ranks, shape):
     expected = train(None)

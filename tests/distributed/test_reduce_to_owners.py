@@ -31,6 +31,7 @@ def options(placement):
     return {"placement": placement, "gradients": "reduce"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -51,6 +52,7 @@ def test_ragged_batches_equal_one_process(ranks, placement, count, wrapped):
     assert_close(results[0], train(Job(), STEPS))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("count", [2, 4])
 def test_accumulation(ranks, count, wrapped):
@@ -70,6 +72,7 @@ def test_a_sum_loss_and_its_clip(ranks, count):
     assert_close(results[0], expected)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("placement", ["comm-opt", "dp"])
 def test_reduced_equal_averaged(ranks, placement, count):
@@ -82,6 +85,7 @@ def test_reduced_equal_averaged(ranks, placement, count):
     assert_close(second[0], first[0])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 def test_models_with_parameters_that_are_left_to_the_optimizer(ranks, name, count):

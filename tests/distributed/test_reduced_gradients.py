@@ -157,11 +157,13 @@ WAYS = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("way", "count"), [(way, 2 + index % 3) for index, way in enumerate(WAYS)])
 def test_ways_to_train(ranks, way, count):
     assert_equal_to_one_process(ranks.run(count, train, WAYS[way]), WAYS[way])
 
 
+@pytest.mark.some(3)
 @pytest.mark.filterwarnings("ignore:natgrad. .grad is")
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("surprise", ["halved behind the back of autograd", "replaced", "thrown away"])

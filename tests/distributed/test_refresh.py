@@ -57,6 +57,7 @@ def test_the_clocks_decide_this_and_that(alone):
         assert len(verdicts) == {"sides": 0, "trace": 3}.get(clock, 2)
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize(
     ("count", "placement"),
@@ -87,6 +88,7 @@ def test_a_trace_that_stops_nothing_goes_with_them_too(ranks):
     assert_close(answers[0][1], result, 1e-8)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_under_dp_all_ranks_know_the_same(ranks, count):
     """Each layer is decided on by its worker, of its own samples."""
@@ -107,6 +109,7 @@ def interrupted(job, at, steps):
     return straight, after.result()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "dp"])
 def test_resuming_is_bit_exact(ranks, placement):
     for answer in ranks.run(2, each, interrupted, placement, 5, 8):
@@ -122,6 +125,7 @@ def resumed(placement, states):
     return {clock: train(job(clock, placement), range(5, STEPS), [state]) for clock, state in states.items()}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("before", "after", "placement"), [(2, 4, "mem-opt"), (4, 1, "hybrid:0.5")])
 def test_resuming_on_another_number_of_ranks(ranks, alone, before, after, placement):
     states = ranks.run(before, each, gathered, placement)[0]
@@ -148,6 +152,7 @@ def loaded(job, steps, folder):
     return training.result()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("clock", ["sides", "trace", "drift"])
 def test_torchs_distributed_checkpoints(ranks, tmp_path, clock):
     given = replace(job(clock, "mem-opt"), momentum=0.0)
@@ -223,6 +228,7 @@ def capped(job, steps, renewal):
     return seen, (clock.now, clock.spent), training.result()
 
 
+@pytest.mark.some(3)
 @pytest.mark.values
 @pytest.mark.parametrize(
     ("count", "placement"),

@@ -107,6 +107,7 @@ def wanted(model=None):
     return {name: solve(seen.gradient(), pooled(seen).fisher()) for name, seen in rows.items()}
 
 
+@pytest.mark.some(8)
 @pytest.mark.pairs
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("curvature", EXACT)
@@ -117,6 +118,7 @@ def test_with_all_rows_ranks_make_the_dense_natural_gradient(ranks, curvature, c
         assert all(torch.equal(found[name], results[0][0][name]) for name in found)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("curvature", ["sngd", "most-kid", "most-kis"])
 def test_ragged_batches_and_ranks_without_samples(ranks, curvature, count):
@@ -195,6 +197,7 @@ def test_dp(ranks, curvature):
 # --- Bytes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("method", ["sngd", "kid", "kis"])
 def test_traffic_is_that_of_the_papers_formula(ranks, method, count):
@@ -283,6 +286,7 @@ def test_narrow_wires(ranks, wire, tolerance):
 # --- State ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("method", ["kid", "kis", "switch"])
 def test_resumes_bit_by_bit_and_on_another_number_of_ranks(ranks, method):
     options = {"rank": 0.5, "method": method}
@@ -324,6 +328,7 @@ def take_epochs(placement, norms):
     return used, seen
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("placement", "count"), [("comm-opt", 2), ("dp", 2), ("mem-opt", 2), ("mem-opt", 3), ("hybrid:0.5", 4)]
 )
@@ -388,6 +393,7 @@ def take_sharded(curvature, placement):
     return dense.gradients(plain), preconditioner.state_dict()["epochs"]["norms"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("curvature", [EXACT["sngd"], EXACT["most-kid"], {"rank": 12}], ids=["sngd", "kid", "switch"])
 @pytest.mark.parametrize(

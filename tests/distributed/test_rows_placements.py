@@ -22,6 +22,7 @@ def assert_alike(results):
         assert all(torch.equal(found[name], results[0][0][name]) for name in found)
 
 
+@pytest.mark.some(5)
 @pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -34,6 +35,7 @@ def test_with_all_rows_ranks_make_the_dense_natural_gradient(ranks, curvature, r
     dense.assert_equal(results[0][0], wanted(), 1e-10)
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5", "pipelined"])
 @pytest.mark.parametrize("curvature", FEW)
@@ -45,6 +47,7 @@ def test_few_rows_are_those_of_comm_opt(ranks, curvature, placement):
     dense.assert_equal(results[0][0], expected, 1e-10)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_layers_of_rows_and_of_factors_in_one_model(ranks, placement):
     expected = take(None, True, steps=6, inverses=2)[0]
@@ -97,6 +100,7 @@ def test_rows_travel_to_the_workers_alone(ranks, placement, workers):
 # --- State ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5"])
 def test_each_rank_resumes_from_its_own_state(ranks, placement):
     options = {"placement": placement}
@@ -115,6 +119,7 @@ def resume(curvature, steps, options, states):
 PAIRS = [("mem-opt", 4, "comm-opt", 2), ("comm-opt", 1, "mem-opt", 3), ("hybrid:0.5", 4, "mem-opt", 4)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("before", "first", "after", "second"), PAIRS)
 def test_resumes_under_another_placement(ranks, before, first, after, second):
     """Up to the next renewal and beyond, with all rows."""
@@ -125,6 +130,7 @@ def test_resumes_under_another_placement(ranks, before, first, after, second):
     dense.assert_equal(resumed[0][0], take(EXACT["sngd"], True, 1, "mean", 5, 3)[0], 1e-10)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("before", "first", "after", "second"), PAIRS)
 def test_torchs_distributed_checkpoints(ranks, tmp_path, before, first, after, second):
     """A new preconditioner, which knows no batch, takes as many rows as were saved."""
@@ -177,6 +183,7 @@ def take_spoilt(placement):
     return preconditioner.metrics()["step"], told
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "hybrid:0.5"])
 def test_all_ranks_raise_together_where_rows_are_not_finite_on_one(ranks, placement):
     results = ranks.run(4, take_spoilt, placement, limit=30)

@@ -58,6 +58,7 @@ SELECTING = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("how", ["even", "ragged", "dp", "mem-opt"])
 @pytest.mark.parametrize("count", [2, 4])

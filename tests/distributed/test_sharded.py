@@ -17,6 +17,7 @@ def assert_equal_to_one_process(ranks, count: int, case: Case, tolerance: float 
         assert error(parameters, expected) <= tolerance
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
@@ -25,6 +26,7 @@ def test_ranks_equal_one_process(ranks, count, wrapper, curvature):
     assert_equal_to_one_process(ranks, count, Case(wrapper=wrapper, curvature=curvature))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("wrapper", "curvature"), [("root", {}), ("layers", {"form": "inverse"})])
 def test_every_kind_of_layer(ranks, wrapper, curvature):
     case = Case(network=Zoo, wrapper=wrapper, curvature=curvature)
@@ -32,6 +34,7 @@ def test_every_kind_of_layer(ranks, wrapper, curvature):
     assert_equal_to_one_process(ranks, 4, case)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
 def test_resharding_after_forward(ranks, reshard, wrapper):
@@ -44,6 +47,7 @@ def plain_layers(case):
     return training.preconditioner.explain().rows[0].reason, training.preconditioner.metrics()["plain_layers"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.filterwarnings("ignore:natgrad leaves the gradients of table.weight")
 @pytest.mark.parametrize("wrapper", ["ddp", "root", "layers"])
 def test_a_table_that_is_a_head_without_a_module_stays_plain(ranks, wrapper):
@@ -59,11 +63,13 @@ def test_resharding_to_a_part_of_the_ranks(ranks):
     assert_equal_to_one_process(ranks, 4, Case(sharding={"reshard_after_forward": 2}, evaluate=True))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("count", "mesh"), [(4, (2, 2)), (2, (1, 2)), (2, (2, 1)), (4, (4,))])
 def test_meshes(ranks, count, mesh):
     assert_equal_to_one_process(ranks, count, Case(mesh=mesh))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("way", ["replicate", "group", "prefetch", "keep whole", "offload"])
 def test_other_ways_to_wrap(ranks, way):
     assert_equal_to_one_process(ranks, 2, Case(wrapper=way))
@@ -74,6 +80,7 @@ def test_a_compiled_model(ranks):
     assert_equal_to_one_process(ranks, 2, Case(wrapper="compile"))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("mesh", "always"), [(None, False), (None, True), ((2, 2), False)])
 def test_accumulation(ranks, mesh, always):
     case = Case(micro_batches=3, synchronise_always=always, mesh=mesh)
@@ -85,12 +92,14 @@ def test_frozen_parameters(ranks):
     assert_equal_to_one_process(ranks, 4, Case(frozen=frozen))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("optimizer", "joined"), [("SGD", True), ("AdamW", False), ("AdamW", True)])
 def test_optimizers(ranks, optimizer, joined):
     lr = 0.1 if optimizer == "SGD" else 1e-2
     assert_equal_to_one_process(ranks, 4, Case(optimizer=optimizer, joined=joined, lr=lr), 1e-7)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
 @pytest.mark.parametrize("kind", ["REENTRANT", "NO_REENTRANT"])
 def test_activation_checkpointing(ranks, wrapper, kind):
@@ -102,6 +111,7 @@ def test_an_evaluation_before_the_step(ranks, wrapper):
     assert_equal_to_one_process(ranks, 2, Case(wrapper=wrapper, evaluate=True))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -123,6 +133,7 @@ def test_sampled_labels_and_ragged_batches_equal_data_parallelism(ranks, case):
         assert error(parameters, expected) <= 1e-10
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrapper", ["root", "leaves"])
 @pytest.mark.parametrize(("reshard", "output"), [(True, torch.float64), (False, None)])
 def test_sharded_compute_in_another_dtype(ranks, wrapper, reshard, output):
@@ -151,6 +162,7 @@ def change(case, steps=STEPS):
     return torch.cat([(end[name] - start[name]).flatten() for name in start])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("count", "wrapper"), [(1, "root"), (2, "root"), (2, "layers")])
 def test_mixed_precision(ranks, count, wrapper):
     """Parameters and reduction in float32, computation in bfloat16, of which the steps bear the rounding: 2⁻⁸."""

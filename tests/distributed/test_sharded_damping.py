@@ -50,18 +50,21 @@ def check(ranks, count, case, **where):
     return wanted, [sent for _, _, sent in answers]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("count", "mesh", "placement"), WAYS)
 def test_levenberg_marquardt(ranks, count, mesh, placement):
     wanted, _ = check(ranks, count, TRIED, placement=placement, mesh=mesh)
     assert wanted[-1][0] != 0.1
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("count", "mesh", "placement"), WAYS)
 def test_trust_region(ranks, count, mesh, placement):
     wanted, _ = check(ranks, count, HELD, placement=placement, mesh=mesh)
     assert all(0 < scale < 1 for _, scale in wanted)
 
 
+@pytest.mark.some(3)
 @pytest.mark.values
 @pytest.mark.parametrize("case", [TRIED, HELD], ids=["tried", "held"])
 @pytest.mark.parametrize(
@@ -94,6 +97,7 @@ class Even(nn.Module):
         return self.head(self.first(x.flatten(1)).tanh())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
 def test_what_travels(ranks, placement):
     """Of δ each rank's rows to those that account for the layers: (S - 1) / S of its elements in all.

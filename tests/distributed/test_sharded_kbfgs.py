@@ -19,6 +19,7 @@ def train(case):
     return training.parameters(), training.preconditioner.traffic(), training.preconditioner.plan.traffic()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("count", "change", "where"),
     [
@@ -40,6 +41,7 @@ def test_ranks_equal_one_process(ranks, count, change, where):
         assert error(parameters, expected) <= 1e-8
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter"])
 def test_the_plan_tells_what_travels(ranks, placement):
     answers = ranks.run(4, train, replace(CASE, options=CASE.options | {"placement": placement}))

@@ -26,6 +26,7 @@ def assert_equal_to(ranks, expected, count, case):
         assert error(parameters, expected) <= 1e-10
 
 
+@pytest.mark.some(6)
 @pytest.mark.pairs
 @pytest.mark.parametrize(("count", "mesh"), WAYS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -33,6 +34,7 @@ def test_ranks_equal_one_process(ranks, placement, count, mesh):
     assert_equal_to(ranks, train(Case()), count, Case(options={"placement": placement}, mesh=mesh))
 
 
+@pytest.mark.some(2)
 @pytest.mark.pairs
 @pytest.mark.parametrize(("count", "mesh"), [(3, None), (4, None), (4, (2, 2))])
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
@@ -42,6 +44,7 @@ def test_every_kind_of_layer(ranks, placement, wrapper, count, mesh):
     assert_equal_to(ranks, train(Case(network=Zoo)), count, case)
 
 
+@pytest.mark.some(1)
 @pytest.mark.values
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, None), (4, (2, 2))])
 @pytest.mark.parametrize("network", [Network, Zoo])
@@ -52,6 +55,7 @@ def test_dp_equals_itself_under_data_parallelism(ranks, network, count, mesh):
     assert_equal_to(ranks, expected, count, case)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -129,6 +133,7 @@ def poisoned(placement):
     return gradients, {name: float(value) for name, value in training.preconditioner.metrics().items()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "hybrid:0.5"])
 def test_a_gradient_that_is_not_finite(ranks, placement):
     for gradients, metrics in ranks.run(4, poisoned, placement):
@@ -181,6 +186,7 @@ def sent_and_foretold(case):
     return {kind: after[kind] - before.get(kind, 0) for kind in after}, foretold
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, None), (4, (2, 2))])
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter", "dp", "hybrid:0.5"])
@@ -200,6 +206,7 @@ def held(rows, shards, shard):
     return max(0, min(rows, size * (shard + 1)) - size * shard)
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, None), (4, (2, 2))])
 @pytest.mark.parametrize("placement", ["mem-opt", "reduce-scatter", "dp", "hybrid:0.5"])

@@ -55,6 +55,7 @@ def steps_alone(number):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("dimensions", "say"), [("shard", False), ("shard", True), (("replicate", "shard"), False)])
 def test_a_mesh_of_a_part_of_the_ranks(ranks, dimensions, say):
     for rank, solved in enumerate(ranks.run(4, steps_in_pairs, dimensions, say)):
@@ -194,6 +195,7 @@ def attack(case):
     return training.parameters()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_pass_to_the_inputs_alone_is_none_of_the_loss(ranks, wrapper, reshard):
@@ -216,6 +218,7 @@ def traffic(case, bound=None):
     return training.preconditioner.traffic(), own, training.parameters()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("count", "mesh"), [(1, (1,)), (2, (2,)), (4, (4,)), (4, (2, 2))])
 def test_each_rank_sends_its_shard_to_the_others_of_its_shard_group(ranks, count, mesh):
     shards, results = mesh[-1], ranks.run(count, traffic, Case(mesh=mesh))
@@ -307,6 +310,7 @@ def load_and_train(case, steps, folder):
     return training.parameters()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("before", "after", "how"), [(4, 2, "sync"), (4, 2, "async"), (2, 4, "sync"), (2, 2, "async"), (2, 1, "sync")]
 )

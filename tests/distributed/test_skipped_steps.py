@@ -62,6 +62,7 @@ def job(placement, averaging, **refresh):
     return Job(wrapped=averaging == "ddp", options=options, refresh=refresh or {"factors": 1, "inverses": 2})
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("placement", "averaging", "wrong"),
     [

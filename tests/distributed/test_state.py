@@ -9,6 +9,7 @@ from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_c
 SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("curvature", [{}, {"form": "inverse"}, SAMPLED])
 @pytest.mark.parametrize("gather", [False, True])
@@ -20,6 +21,7 @@ def test_resuming_on_the_same_ranks_is_bit_exact(ranks, curvature, gather):
     assert_bit_identical([*straight, *resumed])
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (2, 1), (4, 2), (1, 2)])
 @pytest.mark.parametrize("curvature", [{}, {"form": "inverse"}])
@@ -48,6 +50,7 @@ def load_and_train(job, steps, folder):
     return training.result()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (2, 1), (2, 2)])
 def test_torchs_distributed_checkpoints(ranks, tmp_path, before, after):
     job = Job(momentum=0.0)

@@ -64,6 +64,7 @@ def train(options, reduction, wrapped, steps, state=None):
     return training.state()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("options", [{}, {"form": "inverse", "max_factor_size": 4}, {"sharing": "reduce"}])
 @pytest.mark.parametrize("reduction", ["mean", "tokens"])
 def test_ranks_equal_one_process(ranks, options, reduction):

@@ -126,6 +126,7 @@ FORETOLD = [
 ]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("placement", "form", "count"), FORETOLD)
 def test_the_plan_foretells_what_is_sent(ranks, placement, form, count):
     results = ranks.run(count, train_sequence, placement, form)

@@ -48,6 +48,7 @@ def verify_in_training(job, tolerance, changed=False):
     return report.worst
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "job",
     [
@@ -135,6 +136,7 @@ def verify_in_sharded_training(case):
     return reports, *ends
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("count", "case"),
     [

@@ -47,6 +47,7 @@ def alone():
     return result
 
 
+@pytest.mark.some(12)
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", CURVATURES)
 @pytest.mark.parametrize("count", [2, 3])
@@ -64,6 +65,7 @@ def run_on_all_samples(*args):
         return run(*args)
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("name", CURVATURES)
 @pytest.mark.parametrize("count", [2, 3])
@@ -73,6 +75,7 @@ def test_dp_equals_one_process_where_all_ranks_have_the_same_samples(ranks, alon
     assert_close(results[0], alone(name))
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("name", CURVATURES)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "background"])
@@ -105,6 +108,7 @@ def begins_warm(steps, placement):
     return counts
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "background"])
 def test_only_the_first_renewals_begin_from_scratch(ranks, placement):
     warm, cold = map(sum, zip(*ranks.run(2, begins_warm, range(8), placement), strict=True))
@@ -137,6 +141,7 @@ def narrow(steps, dtype):
     return {name: value.clone() for name, value in model.state_dict().items()}, skew, rank
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bases_that_are_kept_and_sent_in_narrow_dtypes_do_not_decay(ranks, dtype):
     (one, skew, _), (other, _, _) = ranks.run(2, narrow, range(40), dtype)

@@ -91,6 +91,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_of_ddp(ranks, size, options):
@@ -111,6 +112,7 @@ def test_layers_that_a_step_does_not_use(ranks):
     assert_all_equal(results, expected)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("way", ["compiled inside", "compiled in place", "compiled outside"])
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_compiled_ddp(ranks, way, micro_batches):
@@ -118,6 +120,7 @@ def test_compiled_ddp(ranks, way, micro_batches):
     assert_all_equal(ranks.run(2, train, way, {}, None, micro_batches), expected)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("way", ["compiled inside", "compiled in place", "compiled outside"])
 def test_a_sampled_fisher_under_compiled_ddp(ranks, way):
     """Each rank draws its own labels, compiled or not; the pass for them leaves DDP's gradients alone."""
@@ -126,6 +129,7 @@ def test_a_sampled_fisher_under_compiled_ddp(ranks, way):
         assert_all_equal([result], expected[0][0])
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("reentrant", "static"), [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_checkpoints_under_ddp(ranks, reentrant, static, micro_batches):
@@ -134,6 +138,7 @@ def test_checkpoints_under_ddp(ranks, reentrant, static, micro_batches):
     assert_all_equal(results, expected)
 
 
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("checkpointed", [None, False])
 @pytest.mark.parametrize(
@@ -226,6 +231,7 @@ REDUCING = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("inf", [None, 3])
 @pytest.mark.parametrize("placement", REDUCING)
 def test_a_rank_without_a_backward_pass_scales_as_the_others_do(ranks, placement, inf):

@@ -25,6 +25,7 @@ def measure(ranks, cell: Cell, count: int | None = None) -> float:
     return difference(cell, results[0], reference(cell.reference(count)))
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("cell", QUICK, ids=str)
 def test_pairs(ranks, cell):
     assert measure(ranks, cell) < TOLERANCE[cell.precision]
