@@ -24,7 +24,7 @@ def covering(cells: Sequence[dict[str, str]], together: int) -> list[int]:
 
 
 def some(name: str, places: Sequence[int], count: int) -> list[int]:
-    """Return `count` of the places, evenly spaced. Tests of other names begin elsewhere, and so differ in what they use."""
+    """Return `count` of the places, evenly spaced; where they begin depends on the name of the test."""
     first = crc32(name.encode()) % len(places)
     return [places[(first + round(step * len(places) / count)) % len(places)] for step in range(count)]
 
