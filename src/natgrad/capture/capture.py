@@ -349,14 +349,16 @@ class Capture:
         """Add one use of a layer to the audit, and to its sums or rows."""
         name = use.primary.name
         samples = self._terms.of(name).samples(use, task, gradient, drawn=self._sampling)
-        if self.fills and not self._sampling and self.audit.wants(name):
-            known = inputs.get() if inputs is not None and self.audit.wants_inputs(name) else None
-            self.audit.add(use.layer, known, gradient, samples)
+        compares = self.fills and not self._sampling and self.audit.wants(name)
         draws = self._sampling == self._needs_sampled_labels(name)
-        if inputs is None or not (self._wants(name) and draws) or samples == 0 or gradient.numel() == 0:
-            return
-        with full_products(gradient.device):
-            self._observe(use, task, samples, inputs.get(), gradient)
+        collects = self._wants(name) and draws and samples > 0 and gradient.numel() > 0
+        reads = inputs is not None and (collects or (compares and self.audit.wants_inputs(name)))
+        known = inputs.get() if inputs is not None and reads else None  # a checkpoint gives a tensor once
+        if compares:
+            self.audit.add(use.layer, known, gradient, samples)
+        if collects and known is not None:
+            with full_products(gradient.device):
+                self._observe(use, task, samples, known, gradient)
 
     def _discard_cleared_passes(self) -> None:
         self.discard_cleared_passes(
