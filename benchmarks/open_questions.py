@@ -30,7 +30,7 @@ from torch.optim import AdamW
 
 import natgrad
 from benchmarks.common import RESULTS, conditions
-from benchmarks.scoreboard.baselines import LeanMuon, split
+from benchmarks.scoreboard.baselines import KLShampoo, LeanMuon, split
 from benchmarks.scoreboard.methods import Stepper
 
 CONTEXT, VOCABULARY = 64, 128
@@ -262,8 +262,16 @@ HEADS = ["head", "kind", "place", "14"]  # of the models above, for `NaturalMuon
 
 def natural(**options: object) -> Callable[[nn.Module, float], Stepper]:
     """Return natural Muon with some options."""
-    head = options.pop("head", "spectral")
-    return lambda model, lr: Stepper([natgrad.NaturalMuon(model, lr, head=head, heads=HEADS, **options)], lr)  # type: ignore[arg-type]
+    chosen = {"head": "spectral", "heads": HEADS, **options}
+    return lambda model, lr: Stepper([natgrad.NaturalMuon(model, lr, **chosen)], lr)  # type: ignore[arg-type]
+
+
+def kl_shampoo(model: nn.Module, lr: float) -> Stepper:
+    """Return KL-Shampoo for all matrices, with AdamW for the rest."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    adamw = AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0)
+    return Stepper([KLShampoo(matrices, lr=lr, betas=(0.9, 0.95)), adamw], lr)
 
 
 METHODS: dict[str, Callable[[nn.Module, float], Stepper]] = {
@@ -274,6 +282,12 @@ METHODS: dict[str, Callable[[nn.Module, float], Stepper]] = {
     "quarter": natural(head=natgrad.Spectral(power=0.25, steps=0)),
     "half": natural(head=natgrad.Spectral(power=0.5, steps=0)),
     "adamw": natural(head="adamw"),
+    "momentum .95": natural(head="adamw", momentum=0.95),
+    "interval 10": natural(head="adamw", interval=10),
+    "interval 100": natural(head="adamw", interval=100),
+    "KL-Shampoo": kl_shampoo,
+    # Convolutions by half powers without a polar factor, for `shapes`.
+    "half convolutions": natural(head=natgrad.Spectral(power=0.5, steps=0), heads=["body.*"], adamw=["kind", "place"]),
 }
 RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
 
