@@ -9,7 +9,7 @@ from torch import nn
 
 import natgrad
 from natgrad.damping import ByKind, LevenbergMarquardt
-from natgrad.damping.adaptive import Outcome
+from natgrad.damping.adaptive import StepOutcome
 from natgrad.damping.quadratic import QuadraticModel
 
 F64 = torch.float64
@@ -127,15 +127,15 @@ def test_gamma_follows_the_ratio():
         (1.8, 1),
         (1.5, 1),
     ]:
-        rule.learn(Outcome(change=change, predicted=predicted))
+        rule.learn(StepOutcome(change=change, predicted=predicted))
         gammas.append(rule.gamma)
     # Down; kept; up four times, the last two against the bound; kept where nothing was to happen; of a predicted
     # increase up against the bound where the loss rose by much more, kept, and down where it did not.
     assert gammas == [0.125, 0.125, 1.0, 8.0, 10.0, 10.0, 10.0, 10.0, 10.0]
-    rule.learn(Outcome(change=-1.0, predicted=1.0))
+    rule.learn(StepOutcome(change=-1.0, predicted=1.0))
     assert (rule.gamma, rule.metrics()["reduction_ratio"]) == (1.25, 3.0)
     for _ in range(3):
-        rule.learn(Outcome(change=-1.0, predicted=-1.0))
+        rule.learn(StepOutcome(change=-1.0, predicted=-1.0))
     assert rule.gamma == 0.1
     assert [step for step in range(8) if rule.tries(step)] == [0, 3, 6]
 

@@ -275,7 +275,7 @@ _add(
     "A new eigenbasis or inverse is not written once there is an old one.",
     "dense/test_steps.py::test_intervals",
     (
-        "preconditioner.refresh.tasks:Job.keep",
+        "preconditioner.refresh.tasks:TaskRun.keep",
         "results.write(spec.name, blocks, fresh)",
         "results.write(spec.name, blocks, before if before.any() else fresh)",
     ),

@@ -11,7 +11,7 @@ from natgrad.cli.report.sheet import task_sheet
 from natgrad.cli.report.sheets import NEVER, comparison_sheets
 from natgrad.cli.report.tables import table, wide_console
 from natgrad.tasks import Metric
-from natgrad.training.compare import Comparison, Outcome
+from natgrad.training.compare import Comparison, TaskComparison
 from natgrad.training.result import Point, Result
 from natgrad.training.summary import summarise, targets
 
@@ -42,7 +42,7 @@ def outcome():
     settings = {name: comparison.contender(name, None).settings for name in FACTORS}
     results = {name: [run(factor, seed) for seed in range(3)] for name, factor in FACTORS.items()}
     task, target = tasks.get("tabular"), targets(results)
-    return Outcome(
+    return TaskComparison(
         task=task,
         results=results,
         rows=[summarise(name, settings[name], results[name], task.metric, target) for name in FACTORS],

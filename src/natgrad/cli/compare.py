@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from natgrad.training.compare import Comparison, Outcome
+    from natgrad.training.compare import Comparison, TaskComparison
 
 
 def compare(
@@ -81,7 +81,7 @@ def _overrides(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
     return overrides
 
 
-def _run(comparison: Comparison, out: Path) -> list[Outcome]:
+def _run(comparison: Comparison, out: Path) -> list[TaskComparison]:
     """Run the comparison with a progress bar, or without a terminal with one line per run."""
     from rich.console import Console
     from rich.progress import (
@@ -122,7 +122,7 @@ def _run(comparison: Comparison, out: Path) -> list[Outcome]:
             raise typer.Exit(INTERRUPTED) from stop
 
 
-def _report(comparison: Comparison, outcomes: list[Outcome], out: Path) -> None:
+def _report(comparison: Comparison, outcomes: list[TaskComparison], out: Path) -> None:
     """Print the tables, write all files, and print the path of the page."""
     import json
 

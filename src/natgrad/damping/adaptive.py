@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from natgrad.preconditioner.gradients.clip import Clip
 
 
-class Adaptive(ABC):
+class AdaptiveDamping(ABC):
     """The options of an adaptive rule. Several preconditioners may share them.
 
     Attributes:
@@ -35,7 +35,7 @@ class Adaptive(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepOutcome:
     """The actual and the predicted change of the loss by a step.
 
     Attributes:
@@ -94,7 +94,7 @@ class Adaptation(ABC):
         """
         raise NotImplementedError
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: StepOutcome) -> None:
         """Update the rule with the outcome of a compared step, which is equal on all ranks."""
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from natgrad.damping.adaptive import Adaptation, Adaptive
+from natgrad.damping.adaptive import Adaptation, AdaptiveDamping
 from natgrad.damping.quadratic import accountants
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import copies, held_rows, local
@@ -38,7 +38,7 @@ _NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autopilot(Adaptive):
+class Autopilot(AdaptiveDamping):
     """Chooses γ once, from the size of the Fisher and the norm of the parameters.
 
     γ is computed after the first statistics, before their first use, and then stays constant:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from typing_extensions import override
 
 from natgrad.curvature import Curvature
-from natgrad.damping.adaptive import Adaptation, Adaptive
+from natgrad.damping.adaptive import Adaptation, AdaptiveDamping
 from natgrad.errors import require
 from natgrad.layers import Layer
 from natgrad.schedule import Schedule, check_number, check_schedule, value_at
@@ -24,7 +24,7 @@ class ByKind:
     """
 
     def __init__(
-        self, damping: Schedule | Adaptive, *, norms: float = 1.0, layers: Mapping[str, float] | None = None
+        self, damping: Schedule | AdaptiveDamping, *, norms: float = 1.0, layers: Mapping[str, float] | None = None
     ) -> None:
         """Choose the factors.
 
@@ -57,7 +57,7 @@ class ByKind:
         return self.norms if layer.form == "elementwise" else 1.0
 
 
-Damping: TypeAlias = Schedule | Adaptive | ByKind
+Damping: TypeAlias = Schedule | AdaptiveDamping | ByKind
 
 
 class _Scheduled(Adaptation):
@@ -99,8 +99,8 @@ class Control:
         self._kinds = damping if isinstance(damping, ByKind) else ByKind(damping)
         chosen = self._kinds.damping
         self.name = type(chosen).__name__
-        self.rule = chosen if isinstance(chosen, Adaptive) else None
-        self.adaptation = chosen.begin() if isinstance(chosen, Adaptive) else _Scheduled(chosen)
+        self.rule = chosen if isinstance(chosen, AdaptiveDamping) else None
+        self.adaptation = chosen.begin() if isinstance(chosen, AdaptiveDamping) else _Scheduled(chosen)
 
     def check(self, optimizer: object) -> None:
         """Check that there is an optimizer, if the rule compares steps with their quadratic model.
@@ -120,7 +120,7 @@ class Control:
     def constant(self) -> float | None:
         """γ if it is constant, otherwise None."""
         chosen = self._kinds.damping
-        return None if isinstance(chosen, Adaptive) or callable(chosen) else chosen
+        return None if isinstance(chosen, AdaptiveDamping) or callable(chosen) else chosen
 
     def factor(self, layer: Layer) -> float:
         """Return the factor of γ for a layer."""

@@ -8,7 +8,7 @@ from math import inf, isnan, nan
 
 from typing_extensions import override
 
-from natgrad.damping.adaptive import Adaptation, Adaptive, Outcome
+from natgrad.damping.adaptive import Adaptation, AdaptiveDamping, StepOutcome
 from natgrad.errors import require
 from natgrad.schedule import check_number, check_whole
 
@@ -16,7 +16,7 @@ _GOOD, _BAD = 3 / 4, 1 / 4
 
 
 @dataclass(frozen=True)
-class LevenbergMarquardt(Adaptive):
+class LevenbergMarquardt(AdaptiveDamping):
     """Decreases γ if the quadratic model predicts the change of the loss well, and increases it otherwise.
 
     Every `interval` steps the loss of the mini-batch is computed before and after the optimizer's step δ, including
@@ -76,7 +76,7 @@ class _Search(Adaptation):
     def tries(self, step: int) -> bool:
         return step % self._options.interval == 0
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: StepOutcome) -> None:
         ratio = self._ratio = -inf if isnan(outcome.change) else outcome.ratio
         factor: float = self._options.decay**self._options.interval
         if ratio > _GOOD:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from natgrad.capture.model_hooks import ForwardPass, ForwardPasses, Hooks
 from natgrad.capture.repetition import Repetition, preserve_state
-from natgrad.damping.adaptive import Outcome
+from natgrad.damping.adaptive import StepOutcome
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import copies, extra_pass, held_rows, local, rows_of
 from natgrad.errors import NatgradError, describe, require
@@ -127,7 +127,7 @@ class QuadraticModel:
             part = local(parameter.grad).clone(), local(parameter.detach()).clone()
             self._others.append((parameter, *part, weight))
 
-    def outcome(self, losses: Losses, device: torch.device) -> Outcome:
+    def outcome(self, losses: Losses, device: torch.device) -> StepOutcome:
         """Return the outcome of the optimizer's step; collective, in one message on `device`.
 
         Raises:
@@ -145,7 +145,7 @@ class QuadraticModel:
         if self._runtime.ranks > 1:
             self._runtime.sum_(message, {"counters": message.numel()})
         first, second, unit, *totals = message.tolist()
-        return Outcome(change=losses.change(*totals) * unit, predicted=first + second / 2)
+        return StepOutcome(change=losses.change(*totals) * unit, predicted=first + second / 2)
 
     def _add_layers(self, linear: Tensor, curved: Tensor) -> None:
         """Add this rank's part of the groups in place; collective if any is sharded."""

@@ -17,7 +17,7 @@ from natgrad.curvature import Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.damping import Control
-from natgrad.damping.adaptive import Adaptive
+from natgrad.damping.adaptive import AdaptiveDamping
 from natgrad.damping.trust_region import TrustRegion
 from natgrad.distributed import resolve
 from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group
@@ -103,7 +103,7 @@ def _check_reductions(reductions: Reductions, curvature: object, damping: object
     fits = not sampled or (reductions.single is not None and not reductions.is_undecided)
     allowed = "the same word for all layers, not 'auto', with sampled labels: they are drawn for one loss"
     require(fits, "reduction", reductions.describe(), allowed)
-    rule = isinstance(damping, Adaptive)
+    rule = isinstance(damping, AdaptiveDamping)
     fits = not rule or reductions.single is not None or reductions.is_undecided
     allowed = f"the same for all layers with damping={type(damping).__name__}, which goes by one loss"
     require(fits, "reduction", reductions.describe(), allowed)

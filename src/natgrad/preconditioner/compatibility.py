@@ -13,7 +13,7 @@ from typing import Any
 
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, gathered, replayed_statistics, statistics_of
-from natgrad.damping.adaptive import Adaptive
+from natgrad.damping.adaptive import AdaptiveDamping
 from natgrad.damping.control import Control
 from natgrad.distributed import Placement
 from natgrad.errors import NatgradWarning, require
@@ -41,7 +41,11 @@ class Conflict:
 
 
 def conflicts(
-    layer: Layer, curvature: Curvature, placement: Placement, refresh: RefreshRule | None, damping: Adaptive | None
+    layer: Layer,
+    curvature: Curvature,
+    placement: Placement,
+    refresh: RefreshRule | None,
+    damping: AdaptiveDamping | None,
 ) -> Iterator[Conflict]:
     """Yield the conflicts among the choices for one layer. "auto" is compatible with everything."""
     statistics, rule, name = statistics_of(curvature, layer), placement.rule, repr(curvature)
@@ -87,7 +91,7 @@ def conflicts(
         yield from _conflicts_with_damping(curvature, damping)
 
 
-def _conflicts_with_damping(curvature: Curvature, damping: Adaptive) -> Iterator[Conflict]:
+def _conflicts_with_damping(curvature: Curvature, damping: AdaptiveDamping) -> Iterator[Conflict]:
     name, rule = repr(curvature), type(damping).__name__
     by_size = f"damping={rule} goes by the size of the Fisher"
     if damping.sizes and curvature.is_normalized:

@@ -142,7 +142,7 @@ _SHARED = ("task", "task_options", "workers", "seed", "epochs", "steps", "batch_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TaskComparison:
     """The result of a comparison on one task.
 
     Attributes:
@@ -179,7 +179,7 @@ class Outcome:
         return plain
 
 
-def compare(comparison: Comparison, out: Path, report_progress: ReportProgress) -> list[Outcome]:
+def compare(comparison: Comparison, out: Path, report_progress: ReportProgress) -> list[TaskComparison]:
     """Run a comparison and return an outcome for each task.
 
     Finished runs are stored in `out`, and reused if the same comparison runs again. A search writes its tuned values
@@ -218,7 +218,7 @@ class _Runner:
         return result
 
 
-def _compare_task(comparison: Comparison, task_name: str, runner: _Runner, out: Path) -> Outcome:
+def _compare_task(comparison: Comparison, task_name: str, runner: _Runner, out: Path) -> TaskComparison:
     known = tuned.read(task_name, comparison.tuned)
     if comparison.trials:
         known = _search(comparison, task_name, runner, known)
@@ -242,7 +242,9 @@ def _compare_task(comparison: Comparison, task_name: str, runner: _Runner, out: 
             tuned.write(known, out)
     task = shared.build_task()
     rows = [summarise(name, settings[name], results[name], task.metric, target) for name in comparison.optimizers]
-    return Outcome(task=task, results=results, rows=rows, target=target, target_origin=origin, known=known, job=shared)
+    return TaskComparison(
+        task=task, results=results, rows=rows, target=target, target_origin=origin, known=known, job=shared
+    )
 
 
 def _search(comparison: Comparison, task: str, runner: _Runner, known: Tuned | None) -> Tuned:

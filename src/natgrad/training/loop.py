@@ -45,7 +45,7 @@ class Observer(Protocol):
 
 
 @dataclass(kw_only=True)
-class Position:
+class RunProgress:
     """The progress of a run.
 
     Attributes:
@@ -94,7 +94,7 @@ class Training:
     ) -> None:
         """Build data, model, optimizer and preconditioner from the job's seed."""
         self.job, self.world, self.task = job, world, job.build_task()
-        self.position, self.points = Position(), list[Point]()
+        self.position, self.points = RunProgress(), list[Point]()
         self._observer, self._stop, self._save, self._save_seconds = observer, stop, save, save_seconds
         self._saved_at, self._unsaved_seconds = perf_counter(), _LONGEST_WITHOUT_CHECKPOINT
 
@@ -146,7 +146,7 @@ class Training:
         own: dict[str, Any] = {"cpu": torch.get_rng_state(), "recipe": self._additions.state_dict()}
         if self.world.device.type == "cuda":
             own["cuda"] = torch.cuda.get_rng_state()
-        position = Position(**{**asdict(self.position), "preconditioner_seconds": self._preconditioner_seconds()})
+        position = RunProgress(**{**asdict(self.position), "preconditioner_seconds": self._preconditioner_seconds()})
         trained: dict[str, Any] = {}
         if self.averager is not None:
             trained["averager"] = self.averager.state_dict()
@@ -186,7 +186,7 @@ class Training:
         if self.averager is not None:
             self.averager.load_state_dict(trained["averager"])
         position, points = json.loads(state["progress"])
-        self.position, self.points = Position(**position), [Point(**point) for point in points]
+        self.position, self.points = RunProgress(**position), [Point(**point) for point in points]
         self._additions.load_state_dict(self.position.step, own and own.get("recipe"))
         if own is not None:  # an additional rank keeps its new random state
             torch.set_rng_state(own["cpu"])

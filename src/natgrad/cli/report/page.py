@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from natgrad.tasks import Task
 from natgrad.training import environment
-from natgrad.training.compare import Outcome
+from natgrad.training.compare import TaskComparison
 from natgrad.training.files import replace_text
 
 from .plots import overview, to_svg
@@ -46,7 +46,7 @@ _ABOUT = {
 }
 
 
-def write(outcomes: Iterable[Outcome], path: Path) -> None:
+def write(outcomes: Iterable[TaskComparison], path: Path) -> None:
     """Write the page of a comparison: for each task its plots and tables, then machine and versions."""
     sections = [
         {
@@ -79,7 +79,7 @@ def write_analysis(
     _render("analysis.html.jinja", path, task=task, run=run, sections=sections)
 
 
-def figure(outcome: Outcome) -> Figure:
+def figure(outcome: TaskComparison) -> Figure:
     """Draw a comparison's curves."""
     curves = {name: [result.points for result in results] for name, results in outcome.results.items()}
     return overview(curves, outcome.task.metric, outcome.target)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import isinf
 from typing import Any
 
-from natgrad.training.compare import Outcome
+from natgrad.training.compare import TaskComparison
 from natgrad.training.contenders import REFERENCE
 from natgrad.training.optimizers import split_for_muon
 from natgrad.training.summary import QUANTITIES, Crossing, Quantity, Row, Spread, ratio
@@ -17,17 +17,17 @@ NEVER = "not reached"
 _MIB = 2**20
 
 
-def comparison_sheets(outcome: Outcome) -> list[Sheet]:
+def comparison_sheets(outcome: TaskComparison) -> list[Sheet]:
     """Return tables of the cost to reach each target, of final values, and of hyper-parameters."""
     return [*(_cost(outcome, quantity) for quantity in outcome.target), _end(outcome), _settings(outcome)]
 
 
-def quantity_name(outcome: Outcome, quantity: Quantity) -> str:
+def quantity_name(outcome: TaskComparison, quantity: Quantity) -> str:
     """Return the name of a quantity of a task."""
     return "training loss" if quantity == "loss" else f"test {outcome.task.metric.name}"
 
 
-def _cost(outcome: Outcome, quantity: Quantity) -> Sheet:
+def _cost(outcome: TaskComparison, quantity: Quantity) -> Sheet:
     """Return steps, seconds and memory to reach one target, and their ratios to the reference contender's."""
     crossings = {row.name: row.crossings[quantity] for row in outcome.rows}
     reference = crossings.get(REFERENCE)
@@ -53,7 +53,7 @@ def _cost(outcome: Outcome, quantity: Quantity) -> Sheet:
     )
 
 
-def _end(outcome: Outcome) -> Sheet:
+def _end(outcome: TaskComparison) -> Sheet:
     """Return the table of final values."""
     rows = []
     for row in outcome.rows:
@@ -78,7 +78,7 @@ def _end(outcome: Outcome) -> Sheet:
     )
 
 
-def _settings(outcome: Outcome) -> Sheet:
+def _settings(outcome: TaskComparison) -> Sheet:
     """Return the table of hyper-parameters and of the trials that found them."""
     rows = []
     for row in outcome.rows:
@@ -102,7 +102,7 @@ def settings_text(row: Row) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in pairs.items())
 
 
-def _muon_part(outcome: Outcome) -> str:
+def _muon_part(outcome: TaskComparison) -> str:
     """Return a sentence on how many parameters Muon trains."""
     if all(row.settings["optimizer"] != "muon" for row in outcome.rows):
         return ""
@@ -110,7 +110,7 @@ def _muon_part(outcome: Outcome) -> str:
     return f"Muon takes {matrices:,} of the {matrices + others:,} parameters, AdamW the others."
 
 
-def _reading(outcome: Outcome) -> str:
+def _reading(outcome: TaskComparison) -> str:
     seeds, first = max(row.seeds for row in outcome.rows), outcome.job.seed
     return f"Seed {first}." if seeds == 1 else f"Median of seeds {first} to {first + seeds - 1} (least to greatest)."
 

@@ -28,7 +28,7 @@ from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.refresh.averages import fold
-from natgrad.preconditioner.refresh.tasks import RAISED, Job, compute, conclude, jobs_of
+from natgrad.preconditioner.refresh.tasks import RAISED, TaskRun, compute, conclude, task_runs
 from natgrad.specs import Statistic, Task
 from natgrad.state.block_group import BlockGroup, unpacked
 
@@ -43,15 +43,15 @@ class _Refresh:
         begun: The step that started it.
         before: The step that started the previous refresh.
         keys: The keys of its layers, the same on all ranks.
-        jobs: Its jobs, the same on all ranks.
-        pieces: For each job of this rank, the blocks that are decomposed together with the futures of their results,
+        runs: Its runs, the same on all ranks.
+        pieces: For each run of this rank, the blocks that are decomposed together with the futures of their results,
             which blocks succeeded, and the seconds that it took.
     """
 
     begun: int
     before: int | None
     keys: set[str]
-    jobs: list[Job]
+    runs: list[TaskRun]
     pieces: list[list[tuple[slice, Future[_Outcome]]]]
 
 
@@ -117,11 +117,11 @@ class BackgroundRefresh:
         No refresh may be in progress. `keys` and `kept` are the same on every rank.
         """
         assert self._refresh is None
-        jobs = jobs_of(groups, plan, keys, kept=kept)
-        if not jobs:
+        runs = task_runs(groups, plan, keys, kept=kept)
+        if not runs:
             return False
-        pieces = [self._submit(job, damping) if job.owner in (None, runtime.rank) else [] for job in jobs]
-        self._refresh = _Refresh(progress.step, progress.last_inverses, keys, jobs, pieces)
+        pieces = [self._submit(run, damping) if run.owner in (None, runtime.rank) else [] for run in runs]
+        self._refresh = _Refresh(progress.step, progress.last_inverses, keys, runs, pieces)
         progress.last_inverses = progress.step
         return True
 
@@ -150,16 +150,16 @@ class BackgroundRefresh:
         if refresh is None or not (at_once or progress.step - refresh.begun >= plan.placement.staleness):
             return
         self._refresh, error = None, None
-        for job, pieces in zip(refresh.jobs, refresh.pieces, strict=True):
-            job.group.allocate_results()
-            raised = self._keep(job, pieces)
+        for run, pieces in zip(refresh.runs, refresh.pieces, strict=True):
+            run.group.allocate_results()
+            raised = self._keep(run, pieces)
             error = error or raised
-        conclude(refresh.jobs, plan.column(runtime.rank), runtime, failure_counters, wire)
+        conclude(refresh.runs, plan.column(runtime.rank), runtime, failure_counters, wire)
         progress.inverse_updates += 1
-        stopped = [job for job in refresh.jobs if RAISED in job.success]
+        stopped = [run for run in refresh.runs if RAISED in run.success]
         if stopped:
-            names = ", ".join(dict.fromkeys(member.layer.key for job in stopped for member in job.members))
-            owners = ", ".join(str(owner) for owner in sorted({job.owner or 0 for job in stopped}))
+            names = ", ".join(dict.fromkeys(member.layer.key for run in stopped for member in run.members))
+            owners = ", ".join(str(owner) for owner in sorted({run.owner or 0 for run in stopped}))
             raise CurvatureError(
                 f"decomposing {names} in the background has raised an error on rank {owners}"
             ) from error
@@ -185,15 +185,15 @@ class BackgroundRefresh:
         before = None if self._refresh is None else self._refresh.before
         return {} if before is None else {"last_inverses": before}
 
-    def _submit(self, job: Job, damping: float) -> list[tuple[slice, Future[_Outcome]]]:
-        """Submit the decompositions of a job on copies of its averages to the thread."""
+    def _submit(self, run: TaskRun, damping: float) -> list[tuple[slice, Future[_Outcome]]]:
+        """Submit the decompositions of a run on copies of its averages to the thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="natgrad")
             # The thread ends when the preconditioner is deleted.
             weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
-        group, task = job.group, job.task
+        group, task = run.group, run.task
         copies = []
-        for blocks in job.pieces():
+        for blocks in run.pieces():
             averages, previous = group.snapshot(blocks, task.reads, task.diagonal_of), group.previous(task, blocks)
             state = _copied(group.read_memory(blocks, task.reads))
             copies.append((blocks, averages, state, None if previous is None else _copied(previous)))
@@ -203,9 +203,9 @@ class BackgroundRefresh:
             pieces.append((blocks, self._thread.submit(_decompose, *work)))
         return pieces
 
-    def _keep(self, job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> Exception | None:
+    def _keep(self, run: TaskRun, pieces: list[tuple[slice, Future[_Outcome]]]) -> Exception | None:
         """Wait for the thread and store its results; return the error that was raised, if any."""
-        group, error = job.group, None
+        group, error = run.group, None
         seconds = waited = 0.0
         for blocks, future in pieces:
             started = perf_counter()
@@ -214,7 +214,7 @@ class BackgroundRefresh:
             except Exception as raised:
                 failed = isinstance(raised, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
                 error = error if failed else raised
-                job.success += [0.0 if failed else RAISED] * (blocks.stop - blocks.start)
+                run.success += [0.0 if failed else RAISED] * (blocks.stop - blocks.start)
                 continue
             waited += perf_counter() - started
             seconds += spent
@@ -222,9 +222,9 @@ class BackgroundRefresh:
                 if tensor.device in self._streams:
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             place = group.device, group.work_dtype  # the model may have been moved since
-            job.keep(blocks, {name: tensor.to(*place) for name, tensor in written.items()}, fine.to(group.device))
+            run.keep(blocks, {name: tensor.to(*place) for name, tensor in written.items()}, fine.to(group.device))
         if pieces:
-            group.charge(job.members, seconds)
+            group.charge(run.members, seconds)
         self.seconds += max(0.0, seconds - waited)
         return error
 

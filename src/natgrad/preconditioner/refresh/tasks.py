@@ -25,11 +25,11 @@ from natgrad.state.tensors import along, pack, packed_shape, unpack
 _BATCH = 2**18
 
 RAISED = -1.0
-"""In `Job.success`: the block raised an error."""
+"""In `TaskRun.success`: the block raised an error."""
 
 
 @dataclass
-class Job:
+class TaskRun:
     """A task for some neighbouring blocks of a group, on one owner; None: on every worker.
 
     Attributes:
@@ -168,38 +168,38 @@ def run_tasks(
     Returns:
         Whether there was anything to do.
     """
-    jobs = jobs_of(groups, plan, keys, kept=kept, reads=reads, replayed=replayed)
-    for job in jobs:
-        job.group.allocate_results()
-        if job.owner in (None, runtime.rank):
-            job.run(damping)
-    conclude(jobs, plan.column(runtime.rank), runtime, failure_counters, wire)
-    return bool(jobs)
+    runs = task_runs(groups, plan, keys, kept=kept, reads=reads, replayed=replayed)
+    for run in runs:
+        run.group.allocate_results()
+        if run.owner in (None, runtime.rank):
+            run.run(damping)
+    conclude(runs, plan.column(runtime.rank), runtime, failure_counters, wire)
+    return bool(runs)
 
 
 def conclude(
-    jobs: list[Job],
+    runs: list[TaskRun],
     workers: Sequence[int],
     runtime: Communicator,
     failure_counters: FailureCounters,
     wire: torch.dtype | None,
 ) -> None:
-    """End a refresh: exchange the results of its jobs, and record which layers have curvature now.
+    """End a refresh: exchange the results of its runs, and record which layers have curvature now.
 
-    The jobs are the same on all `workers`; those of this rank have been run.
+    The task runs are the same on all `workers`; those of this rank have been run.
     """
     if len(workers) > 1:
-        _exchange(jobs, workers, runtime, wire)
-    for job in jobs:
-        flags = [number > 0 for number in job.success]
-        job.group.record_results(job.task.name, job.start, flags)
-        job.group.restart(job.task, job.start, flags)
-        failure_counters.count_failed_decompositions(job.group, job.task.name, job.start, flags)
-    for group in {id(job.group): job.group for job in jobs}.values():
-        group.failures.conclude(block for job in jobs if job.group is group for block in range(job.start, job.stop))
+        _exchange(runs, workers, runtime, wire)
+    for run in runs:
+        flags = [number > 0 for number in run.success]
+        run.group.record_results(run.task.name, run.start, flags)
+        run.group.restart(run.task, run.start, flags)
+        failure_counters.count_failed_decompositions(run.group, run.task.name, run.start, flags)
+    for group in {id(run.group): run.group for run in runs}.values():
+        group.failures.conclude(block for run in runs if run.group is group for block in range(run.start, run.stop))
 
 
-def jobs_of(
+def task_runs(
     groups: list[BlockGroup],
     plan: Plan[str],
     keys: Collection[str],
@@ -207,12 +207,12 @@ def jobs_of(
     kept: Collection[tuple[str, str]] = (),
     reads: Collection[Reads] = READS,
     replayed: bool = False,
-) -> list[Job]:
-    """Return the jobs of the layers that this rank is a worker of, joining neighbouring layers of one owner.
+) -> list[TaskRun]:
+    """Return the runs of the layers that this rank is a worker of, joining neighbouring layers of one owner.
 
     Tasks with `Task.after_replay` are run by a refresh the first time, and by replays afterwards.
     """
-    jobs: list[Job] = []
+    runs: list[TaskRun] = []
     for group in groups:
         if not group.role.is_gradient_worker or group.gathered:
             continue
@@ -224,40 +224,40 @@ def jobs_of(
                 due = member.layer.key in keys and (member.layer.key, task.name) not in kept
                 if not due or begun != replayed:
                     continue
-                owner, last = plan.assignments[member.layer.key].owners[task.name], jobs[-1] if jobs else None
+                owner, last = plan.assignments[member.layer.key].owners[task.name], runs[-1] if runs else None
                 place = owner, group, task, member.start
                 if last is not None and (last.owner, last.group, last.task, last.stop) == place:
                     last.stop = member.stop
                 else:
-                    jobs.append(Job(owner, group, task, member.start, member.stop))
-    return jobs
+                    runs.append(TaskRun(owner, group, task, member.start, member.stop))
+    return runs
 
 
-def _exchange(jobs: list[Job], workers: Sequence[int], runtime: Communicator, wire: torch.dtype | None) -> None:
+def _exchange(runs: list[TaskRun], workers: Sequence[int], runtime: Communicator, wire: torch.dtype | None) -> None:
     """Send each owner's results, and whether each block succeeded, to all workers."""
     runtime.subgroup(workers)  # collective on all ranks, also if some columns have nothing to share yet
-    buckets: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Job]] = {}
-    for job in jobs:
-        if job.owner is not None:
-            dtype = job.group.work_dtype
-            sent = narrower(narrower(wire, job.group.results.dtype), dtype)
-            buckets.setdefault((job.group.device, dtype, sent), []).append(job)
+    buckets: dict[tuple[torch.device, torch.dtype, torch.dtype], list[TaskRun]] = {}
+    for run in runs:
+        if run.owner is not None:
+            dtype = run.group.work_dtype
+            sent = narrower(narrower(wire, run.group.results.dtype), dtype)
+            buckets.setdefault((run.group.device, dtype, sent), []).append(run)
     for (device, dtype, sent), bucket in buckets.items():
-        owned = [[job for job in bucket if job.owner == worker] for worker in workers]
+        owned = [[run for run in bucket if run.owner == worker] for worker in workers]
         # Vectors are never rounded: in a narrow bucket they are sent with the counters.
-        outputs = [[(job, spec) for job in own for spec in job.task.writes] for own in owned]
+        outputs = [[(run, spec) for run in own for spec in run.task.writes] for own in owned]
         values = [[output for output in own if sent == dtype or len(output[1].shape) > 1] for own in outputs]
         vectors = [[output for output in own if sent != dtype and len(output[1].shape) <= 1] for own in outputs]
-        counts = [sum(job.stop - job.start for job in own) for own in owned]
+        counts = [sum(run.stop - run.start for run in own) for own in owned]
         sizes = [
             (_numel(value), _numel(vector) + count)
             for value, vector, count in zip(values, vectors, counts, strict=True)
         ]
         place, empty = workers.index(runtime.rank), torch.empty(0, dtype=dtype, device=device)
-        flags = tensor_on(device, [flag for job in owned[place] for flag in job.success], dtype)
+        flags = tensor_on(device, [flag for run in owned[place] for flag in run.success], dtype)
         local = (
-            torch.cat([empty, *(job.read(spec) for job, spec in values[place])]),
-            torch.cat([*(job.read(spec) for job, spec in vectors[place]), flags]),
+            torch.cat([empty, *(run.read(spec) for run, spec in values[place])]),
+            torch.cat([*(run.read(spec) for run, spec in vectors[place]), flags]),
         )
         shared = runtime.share_from_owners(local, sizes, "inverses", ranks=workers, wire=sent)
         for index, numbers in enumerate(shared):
@@ -266,16 +266,16 @@ def _exchange(jobs: list[Job], workers: Sequence[int], runtime: Communicator, wi
             _write(values[index], numbers[0])
             _write(vectors[index], numbers[1])
             success = iter(numbers[1][_numel(vectors[index]) :].tolist())
-            for job in owned[index]:
-                job.success = [next(success) for _ in range(job.start, job.stop)]
+            for run in owned[index]:
+                run.success = [next(success) for _ in range(run.start, run.stop)]
 
 
-def _numel(outputs: Sequence[tuple[Job, TensorSpec]]) -> int:
-    return sum(job.numel(spec) for job, spec in outputs)
+def _numel(outputs: Sequence[tuple[TaskRun, TensorSpec]]) -> int:
+    return sum(run.numel(spec) for run, spec in outputs)
 
 
-def _write(outputs: Sequence[tuple[Job, TensorSpec]], numbers: Tensor) -> None:
+def _write(outputs: Sequence[tuple[TaskRun, TensorSpec]], numbers: Tensor) -> None:
     """Store received tensors."""
-    sizes = [job.numel(spec) for job, spec in outputs]
-    for (job, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):
-        job.write(spec, values)
+    sizes = [run.numel(spec) for run, spec in outputs]
+    for (run, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):
+        run.write(spec, values)
