@@ -9,10 +9,12 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import nn
 
 import natgrad
-from natgrad import damping, recipes
+from natgrad import averaging, damping, recipes
 
 
 def network():
@@ -94,11 +96,11 @@ def model_and_optimizer():
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3)}
 
 
-NUMBERS = count()
+COUNTER = count()
 
 
 def new_name():
-    return f"of a test, {next(NUMBERS)}"
+    return f"of a test, {next(COUNTER)}"
 
 
 def both():
@@ -140,6 +142,26 @@ def use_large_batch(recipe):
     train(model, None, optimizer)
 
 
+def use_averager(averager):
+    """Take the steps of two epochs, keep and restore the state in between, and end."""
+    model = averager.model
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    x, y = rank + torch.linspace(-1, 1, 12).view(4, 3), torch.tensor([0, 1, 1, 0])
+    for _ in range(2):
+        for _ in range(6):
+            averager.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            averager.clip_grad_norm_(1.0)
+            averager.step(loss)
+        averager.next_epoch()
+        if all(parameter.isfinite().all() for parameter in model.parameters()):  # a large learning rate diverges
+            averager.load_state_dict(averager.state_dict())
+    assert averager.metrics()
+    assert averager.traffic()
+    averager.detach()
+
+
 def use_spec(spec):
     assert spec.name
     assert hash(spec) is not None
@@ -150,6 +172,18 @@ TENSOR = natgrad.TensorSpec("t", (2,))
 SWEEP = {"start": 1e-2, "target": 1e-3, "steps": 4}
 PER_STEP = {"steps_per_epoch": 4, "epochs": 5}
 LARGE = {name: getattr(recipes.large_batch(4096), name) for name in recipes.LargeBatch.__dataclass_fields__}
+
+AVERAGERS = {
+    f"averaging.{name}": Case(getattr(averaging, name), use_averager, with_optimizer(**options))
+    for name, options in {
+        "Classic": {},
+        "DASO": {"epochs": 2},
+        "DiLoCo": {"batches_between": 2},
+        "HierarchicalSGD": {},
+        "PostLocalSGD": {},
+        "StreamingDiLoCo": {"batches_between": 3, "batches_to_wait": 2, "fragments": 2},
+    }.items()
+}
 
 CASES = {
     "Preconditioner": Case(natgrad.Preconditioner, use_preconditioner, with_optimizer(damping=0.01)),
@@ -198,6 +232,8 @@ CASES = {
     "Placement": Case(natgrad.Placement, lambda placement: preconditioned(placement=placement), dict),
     "Precision": Case(natgrad.Precision, lambda precision: preconditioned(precision=precision), dict),
     "Nodes": Case(natgrad.Nodes, repr, fixed({"sizes": (1, 1)})),
+    **AVERAGERS,
+    "averaging.Grid": Case(averaging.Grid, lambda grid: grid.all_gather_objects(1), dict),
     "Autopilot": Case(natgrad.Autopilot, use_damping, dict),
     "TrustRegion": Case(natgrad.TrustRegion, lambda region: preconditioned(kl_clip=region), fixed({"radius": 0.1})),
     **{
@@ -260,11 +296,15 @@ def values():
         None, True, False, "", "nonsense", b"bytes", -1, 0, 1, 3, 10**30, -1.5, 0.0, 0.5, 2.5, math.nan, math.inf,
         -math.inf, 1e308, 1j, [], [1], [-1, "x"], (), (1,), (1, 2), (0.5, 1.5), (-1,), ("x",), {}, {"x": 1}, {1: "x"},
         {"*": None}, {"*": -1.0}, {3: 0.1}, {"x"}, torch.tensor(1.0), torch.tensor(math.nan), torch.ones(2),
-        torch.float32, torch.int64, nn.Linear(3, 2), Odd, natgrad.KFAC(), natgrad.KFAC, natgrad.Guard(),
+        torch.float32, torch.int64, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64, [(2, 2)],
+        [(1, 1)], natgrad.Nodes((1,)), natgrad.Nodes((2, 1)), nn.Linear(3, 2), Odd, natgrad.KFAC(), natgrad.KFAC, natgrad.Guard(),
         natgrad.Refresh(), int, object(), Odd(), lambda: 0, lambda step: "x", lambda step: -1, lambda step: step + 1,
         lambda *a: math.nan, range(3), iter([1]),
     ]  # fmt: skip
 
+
+NUMBERS = st.integers() | st.floats() | st.lists(st.integers() | st.floats() | st.text(), max_size=3)
+DRAWN = NUMBERS | st.text(max_size=5) | st.tuples(st.floats()) | st.dictionaries(st.text(max_size=3), st.floats())
 
 UNCLEAR, FAILS = "unclear", "accepted and fails later"
 

@@ -19,6 +19,7 @@ from natgrad.averaging.nodes import Grid, Nodes
 from natgrad.distributed import fsdp
 from natgrad.errors import AveragingError, require
 from natgrad.preconditioner.arguments import unwrap
+from natgrad.schedule import check_whole
 
 
 class Averager(ABC):
@@ -335,8 +336,7 @@ def _check(
     require(mesh is None or nodes is None, "nodes", nodes, "left out beside a mesh")
     fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
     require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
-    fits = isinstance(message_bytes, int) and message_bytes >= 8
-    require(fits, "message_bytes", message_bytes, "a whole number >= 8")
+    check_whole("message_bytes", message_bytes, 8, 2**63 - 1)
 
 
 def _parameters_of(optimizer: Any) -> Iterator[Tensor]:

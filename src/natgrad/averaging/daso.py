@@ -136,8 +136,8 @@ class DASO(Averager):
         require_one_of("merge", merge, "paper", "delta")
         for name in ("wire", "cycling_wire"):
             dtype = compared[name]
-            fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-            require(fits, name, dtype, "a floating dtype such as torch.bfloat16, or None")
+            fits = dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+            require(fits, name, dtype, "None, torch.bfloat16, torch.float16, torch.float32 or torch.float64")
         require_one_of("momentum", momentum, "keep", "average", "reset")
         require_one_of("duty", duty, "rotating", "sharded")
         self._epochs = Epochs.of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)

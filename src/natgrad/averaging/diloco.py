@@ -17,7 +17,7 @@ from natgrad.averaging.exchange import MESSAGE_BYTES, Packing, PendingAverage, f
 from natgrad.averaging.nodes import Nodes
 from natgrad.errors import require
 from natgrad.linalg.precision import at_least_float32
-from natgrad.schedule import check_number, check_whole
+from natgrad.schedule import check_number, check_whole, is_whole
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,9 @@ class StreamingDiLoCo(Averager):
         check_number("outer_momentum", outer_momentum, "a number from 0 to below 1", minimum=0)
         require(outer_momentum < 1, "outer_momentum", outer_momentum, "a number from 0 to below 1")
         check_whole("batches_between", batches_between, 1)
-        check_whole("batches_to_wait", batches_to_wait, 0, batches_between)
-        check_whole("fragments", fragments, 1, batches_between)
+        for name, number, least in (("batches_to_wait", batches_to_wait, 0), ("fragments", fragments, 1)):
+            fits = is_whole(number) and least <= number <= batches_between
+            require(fits, name, number, f"a whole number from {least} to batches_between ({batches_between})")
         check_number("mixing", mixing, "a number from 0 to below 1", minimum=0)
         require(mixing < 1, "mixing", mixing, "a number from 0 to below 1")
         fits = wire is None or wire in (torch.bfloat16, torch.float16)
@@ -151,7 +152,7 @@ class StreamingDiLoCo(Averager):
             ]
         self._shared = [vector for fragment in self._fragments for vector in fragment.shared]
         self._outer = torch.optim.SGD(
-            self._shared, lr=outer_learning_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
+            self._shared, lr=float(outer_learning_rate), momentum=outer_momentum, nesterov=outer_momentum > 0
         )
 
     def step(self, loss: Tensor | float | None = None) -> None:
