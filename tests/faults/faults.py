@@ -342,6 +342,37 @@ _add(
     ),
 )
 
+_add(
+    "outlier_factors",
+    "K-BFGS takes batches of inputs over 100 times as large as usual into Ā.",
+    "dense/test_kbfgs.py::test_one_batch_of_another_scale_changes_little",
+    ("preconditioner.refresh.averages:_outlier", "fine & large", "fine & ~fine"),
+)
+_add(
+    "outlier_gradients",
+    "K-BFGS takes gradients over 30 times as long as Ŵ into Ŵ without scaling them down.",
+    "dense/test_kbfgs.py::test_one_batch_of_another_scale_changes_little",
+    ("state.block_group:BlockGroup._bounded", "return gradient * scale[:, None, None]", "return gradient"),
+)
+_add(
+    "outlier_pairs",
+    "K-BFGS takes the pair of a batch whose gradient it has scaled down.",
+    "dense/test_kbfgs.py::test_one_batch_of_another_scale_changes_little",
+    ("preconditioner.second_pass:SecondPass._learn", "seen & ~group.failures.bounded[blocks]", "seen"),
+)
+_add(
+    "lasting_outliers",
+    "K-BFGS leaves out any number of batches in a row, so that it never takes a new scale of the inputs.",
+    "dense/test_kbfgs.py::test_a_lasting_change_of_scale_is_accepted",
+    ("state.failures:FailureState.leave_out", "& (outliers[blocks] < _OUTLIERS)", ""),
+)
+_add(
+    "saved_outliers",
+    "The number of batches in a row that K-BFGS has left out is not saved.",
+    "dense/test_kbfgs.py::test_a_resumed_run_knows_how_many_batches_in_a_row_were_left_out",
+    ("state.failures:FailureState.state", "seen + _ABOVE * outliers", "seen"),
+)
+
 # --- When: intervals, rules, adaptive damping, checkpoints --------------------------------------------------------
 
 _add(

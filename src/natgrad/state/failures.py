@@ -14,6 +14,10 @@ from natgrad.linalg.device import on_host
 # The statistics of a block since its last refresh: 0 for none, _BAD for only non-finite ones, _FINE for finite ones.
 _BAD, _FINE = 1, 2
 
+# A number above these: in checkpoints, a column holds the statistics of a block plus this many times its outliers.
+# So checkpoints of versions that did not save the outliers can be loaded.
+_ABOVE = 4
+
 _STATISTICS = "statistics"
 
 # The number of batches in a row that may be left out because they are much larger than those before.
@@ -73,10 +77,9 @@ class FailureState:
 
         After `_OUTLIERS` batches in a row the next one is accepted, because the scale has changed.
         """
-        if self._outliers is None:
-            self._outliers = torch.zeros(len(self.failed_refreshes), dtype=torch.int8, device=large.device)
-        out = large & (self._outliers[blocks] < _OUTLIERS)
-        self._outliers[blocks] = torch.where(out, self._outliers[blocks] + 1, 0).to(torch.int8)
+        outliers = self._allocate_outliers(large.device)
+        out = large & (outliers[blocks] < _OUTLIERS)
+        outliers[blocks] = torch.where(out, outliers[blocks] + 1, 0).to(torch.int8)
         return out
 
     def record_results(self, part: str, start: int, success: Sequence[bool]) -> None:
@@ -101,6 +104,11 @@ class FailureState:
         if self._seen is None:
             self._seen = torch.zeros(len(self.failed_refreshes), dtype=torch.int8, device=device)
         return self._seen
+
+    def _allocate_outliers(self, device: torch.device) -> Tensor:
+        if self._outliers is None:
+            self._outliers = torch.zeros(len(self.failed_refreshes), dtype=torch.int8, device=device)
+        return self._outliers
 
     def _count(self) -> None:
         self.failed_refreshes = [max(counts) for counts in zip(*self._failures.values(), strict=True)]
@@ -144,13 +152,13 @@ class FailureState:
     def state(self, blocks: slice) -> dict[str, Tensor]:
         """Return the state of some blocks for a checkpoint: `norm`, and everything else as integers."""
         count = len(self.failed_refreshes[blocks])
-        norm, invalid, seen = (
+        norm, invalid, seen, outliers = (
             torch.zeros(count, device="cpu") if tensor is None else tensor[blocks].cpu()
-            for tensor in (self.norm, self.invalid, self._seen)
+            for tensor in (self.norm, self.invalid, self._seen, self._outliers)
         )
         known = torch.full((count,), self.has_invalid, device="cpu")
         failures = (torch.tensor(counts[blocks], device="cpu") for counts in self._failures.values())
-        columns = [column.int() for column in (known, invalid, seen, *failures)]
+        columns = [column.int() for column in (known, invalid, seen + _ABOVE * outliers, *failures)]
         return {"norm": norm, "ladder": torch.stack(columns, 1)}
 
     def load(self, start: int, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
@@ -159,7 +167,8 @@ class FailureState:
         blocks = slice(start, start + len(norm))
         self.allocate_norm(torch.empty(0, dtype=dtype, device=device))[blocks] = norm.to(device, dtype)
         self.allocate_invalid(device)[blocks] = invalid.to(device, torch.bool)
-        self._allocate_seen(device)[blocks] = seen.to(device, torch.int8)
+        self._allocate_seen(device)[blocks] = (seen % _ABOVE).to(device, torch.int8)
+        self._allocate_outliers(device)[blocks] = (seen // _ABOVE).to(device, torch.int8)
         self.has_invalid = self.has_invalid or bool((known | invalid if on_host(device) else known).any())
         for counts, loaded in zip(self._failures.values(), failures, strict=True):
             counts[blocks] = loaded.tolist()
