@@ -1,7 +1,11 @@
+import errno
+import os
 import subprocess
 import sys
 import warnings
+from functools import partial
 from math import inf, isnan, nan
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,6 +178,100 @@ def test_a_damaged_checkpoint_is_replaced_by_that_of_a_run_that_went_on_from_the
     flip_a_bit(tmp_path / "step-000000003" / "shared.safetensors")
     checkpoint.save(tmp_path, 2, STATE)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
+
+
+RUN = "0123456789abcdef" * 2
+CHANGES = ("rename", "unlink", "rmdir", "fsync")
+
+
+def write(folder, step, text):
+    checkpoint.save(folder, step, {**STATE, "progress": text}, RUN)
+
+
+def killed_before(number, monkeypatch, act):
+    """Act in a process that is killed before its change number `number` to files; return whether it was."""
+    changes = iter(range(number))
+
+    def counted(function, *arguments, **options):
+        if next(changes, None) is None:
+            raise SystemExit
+        return function(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        for name in CHANGES:
+            patch.setattr(os, name, partial(counted, getattr(os, name)))
+        try:
+            act()
+        except SystemExit:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize(("steps", "step", "left"), [((1,), 1, (1,)), ((1, 2), 2, (1, 2)), ((1, 2), 3, (2, 3))])
+def test_a_kill_at_any_moment_loses_no_checkpoint(tmp_path, monkeypatch, steps, step, left, damaged):
+    """A save of a new step, or of one that exists: the run resumed there, or from an earlier one if it is damaged."""
+    number, was_killed = 0, True
+    while was_killed:
+        folder = tmp_path / str(number)
+        for each in steps:
+            write(folder, each, "first")
+        if damaged:
+            flip_a_bit(folder / f"step-{steps[-1]:09d}" / "shared.safetensors")
+        sound = max((each for each in steps if not (damaged and each == steps[-1])), default=None)
+
+        was_killed = killed_before(number, monkeypatch, partial(write, folder, step, "second"))
+        checkpoint.clean(folder, RUN)
+
+        found = checkpoint.latest(folder, RUN)
+        assert not list(folder.glob("*.partial"))
+        if found is None:
+            assert sound is None
+        else:
+            assert checkpoint.step_of(found) in (sound, step)
+            assert checkpoint.load(found)["progress"] in ("first", "second")
+        write(folder, step, "third")
+        assert sorted(checkpoint.step_of(each) for each in folder.iterdir()) == list(left)
+        assert checkpoint.step_of(checkpoint.latest(folder, RUN)) == step
+        number += 1
+    assert number > 5
+
+
+def test_a_checkpoint_of_the_same_step_that_is_not_damaged_stays(tmp_path):
+    for text in ("first", "second"):
+        write(tmp_path, 1, text)
+    assert checkpoint.load(checkpoint.latest(tmp_path, RUN))["progress"] == "first"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def failing(error, pattern, monkeypatch):
+    """Make the files of this pattern unreadable."""
+    opened = Path.open
+
+    def open_(self, *arguments, **options):
+        if self.match(pattern):
+            raise error
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_)
+    monkeypatch.setattr(Path, "read_text", lambda self: open_(self).read())
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), OSError(errno.ESTALE, "stale"), MemoryError()])
+@pytest.mark.parametrize("name", FILES)
+def test_a_failure_to_read_is_no_damage(tmp_path, monkeypatch, name, error):
+    """The run would go on from an older checkpoint, and then remove this one."""
+    for step in (1, 2):
+        write(tmp_path, step, "first")
+    with monkeypatch.context() as patch:
+        failing(error, f"step-000000002/{name}", patch)
+        for act in (checkpoint.latest, checkpoint.load_latest):
+            with pytest.raises(CheckpointError, match=r"step-000000002 could not be read: .*; try again, or remove"):
+                act(tmp_path, RUN)
+        with pytest.raises(CheckpointError, match="step-000000002 could not be written: .* could not be read"):
+            write(tmp_path, 2, "second")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000001", "step-000000002"]
+    assert checkpoint.step_of(checkpoint.latest(tmp_path, RUN)) == 2
 
 
 def test_digests_are_those_of_sha256sum(tmp_path):

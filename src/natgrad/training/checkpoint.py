@@ -7,6 +7,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from natgrad.errors import NatgradError, NatgradWarning
 
 from . import old_checkpoint, tensor_file
 
-_STEP, _PARTIAL = "step-", ".partial"
+_STEP, _PARTIAL, _REMOVED = "step-", ".partial", ".replaced"
 _COMPLETE = re.compile(rf"{_STEP}\d{{9,}}")
 
 # The files of a checkpoint: the state that is the same on all ranks, the state of each rank, and the digests of both in
@@ -32,6 +33,10 @@ _KEPT = 2
 
 class CheckpointError(NatgradError):
     """A checkpoint could not be written or read."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is damaged or incomplete."""
 
 
 def save(folder: Path, step: int, state: Mapping[str, Any], run: str | None = None) -> None:
@@ -74,7 +79,7 @@ def save(folder: Path, step: int, state: Mapping[str, Any], run: str | None = No
                     (partial / _mark(path, run)).touch()
                 _write_digests(partial, {name: each for digests, _ in answers for name, each in digests.items()})
                 _complete(partial, path, run)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             problem = _described(error)
         if problem is not None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -85,30 +90,25 @@ def save(folder: Path, step: int, state: Mapping[str, Any], run: str | None = No
 
 def clean(folder: Path, run: str | None = None) -> None:
     """Remove incomplete checkpoints of a killed run."""
-    incomplete = re.compile(rf"{_COMPLETE.pattern}(\.replaced)?{re.escape(_suffix(run))}")
-    for path in folder.glob(f"{_STEP}*{_PARTIAL}"):
-        if incomplete.fullmatch(path.name):
-            shutil.rmtree(path)
+    incomplete = re.compile(rf"{_COMPLETE.pattern}({re.escape(_REMOVED)})?{re.escape(_suffix(run))}")
+    for name in _names(folder):
+        if incomplete.fullmatch(name):
+            shutil.rmtree(folder / name)
 
 
 def complete(folder: Path, run: str | None = None) -> list[Path]:
     """Return the complete checkpoints of a run in a folder, the newest last; some may be damaged."""
-    paths = (path for path in folder.glob(f"{_STEP}*") if _COMPLETE.fullmatch(path.name) and path.is_dir())
-    return sorted(path for path in paths if run is None or _is_of(path, run))
+    paths = (folder / name for name in _names(folder) if _COMPLETE.fullmatch(name))
+    return sorted(path for path in paths if path.is_dir() and (run is None or _is_of(path, run)))
 
 
 def latest(folder: Path, run: str | None = None) -> Path | None:
-    """Return the newest checkpoint of a run in a folder that is not damaged, or None. Reads all its files."""
-    for path in reversed(complete(folder, run)):
-        try:
-            if _is_old(path):
-                old_checkpoint.read(path, rank=0)
-            else:
-                _check(path, rank=0, ranks=1)
-        except Exception:  # a damaged file can raise anything
-            continue
-        return path
-    return None
+    """Return the newest checkpoint of a run in a folder that is not damaged, or None. Reads all its files.
+
+    Raises:
+        CheckpointError: A checkpoint could not be read for another reason than damage.
+    """
+    return next((path for path in reversed(complete(folder, run)) if not _is_damaged(path)), None)
 
 
 def step_of(path: Path) -> int:
@@ -123,16 +123,19 @@ def load(path: Path) -> dict[str, Any]:
         The saved state; `["ranks"]` holds the state of this rank, or nothing if fewer ranks saved it.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or incomplete. Raised on all ranks.
+        DamagedError: The checkpoint is damaged or incomplete. Raised on all ranks.
+        CheckpointError: It could not be read for another reason. Raised on all ranks.
     """
-    state, problem = dict[str, Any](), None
+    state, found = dict[str, Any](), None
     try:
         state = _read(path, *_place())
     except Exception as error:  # a damaged file can raise anything
-        problem = _described(error)
-    problem = next((each for each in _gathered(problem) if each), None)
-    if problem is not None:
-        raise CheckpointError(f"checkpoint {path} is damaged or incomplete: {problem}")
+        found = _problem(path, error)
+    problems = [each for each in _gathered(found) if each is not None]
+    # Some ranks may find damage where others cannot read: only what all could read is damaged.
+    problems.sort(key=lambda problem: isinstance(problem, DamagedError))
+    if problems:
+        raise problems[0]
     return state
 
 
@@ -140,7 +143,8 @@ def load_latest(folder: Path, run: str | None = None) -> dict[str, Any]:
     """Read the newest checkpoint of a run in a folder that is not damaged. Collective.
 
     Raises:
-        CheckpointError: There is none. Raised on all ranks.
+        CheckpointError: There is none, or a newer one could not be read for another reason than damage. Raised on all
+            ranks.
 
     Warns:
         NatgradWarning: On rank 0, of each newer checkpoint that is damaged.
@@ -150,7 +154,7 @@ def load_latest(folder: Path, run: str | None = None) -> dict[str, Any]:
     for path in reversed(paths):
         try:
             state = load(path)
-        except CheckpointError as error:
+        except DamagedError as error:
             problems.append(str(error))
             continue
         if _place()[0] == 0:
@@ -221,22 +225,67 @@ def _read_digests(path: Path) -> dict[str, str]:
 
 
 def _complete(partial: Path, path: Path, run: str | None) -> None:
-    """Give a checkpoint its name, and remove all others of the run but the one before."""
-    if path.exists():  # it is damaged, or the run resumed and had nothing left to do
-        if run is not None and not _is_of(path, run):
-            raise FileExistsError("a checkpoint of this name is not of this run; move it to another folder")
-        replaced = path.with_name(f"{path.name}.replaced{_suffix(run)}")
-        path.rename(replaced)
-        partial.rename(path)
-        shutil.rmtree(replaced)
+    """Give a checkpoint its name, and remove all others of the run but the one before.
+
+    If the name belongs to a checkpoint that is not damaged, the run resumed there and had nothing left to do: that one
+    stays. So at every moment the newest checkpoint has its name.
+    """
+    if path.exists() and run is not None and not _is_of(path, run):
+        raise FileExistsError("a checkpoint of this name is not of this run; move it to another folder")
+    if path.exists() and not _is_damaged(path):
+        shutil.rmtree(partial)
     else:
+        if path.exists():
+            _remove(path, run)
         partial.rename(path)
     _sync(path.parent)
     names = complete(path.parent, run)
     kept = [each for each in names if each <= path][-_KEPT:]
     for other in names:  # later ones were damaged, so that the run went on from an earlier one
         if other not in kept:
-            shutil.rmtree(other)
+            _remove(other, run)
+
+
+def _remove(path: Path, run: str | None) -> None:
+    """Remove a checkpoint. If the process is killed meanwhile, `clean` removes the rest."""
+    removed = path.with_name(f"{path.name}{_REMOVED}{_suffix(run)}")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed)
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether a checkpoint is damaged. Reads all its files.
+
+    Raises:
+        CheckpointError: It could not be read for another reason.
+    """
+    try:
+        if _is_old(path):
+            old_checkpoint.read(path, rank=0)
+        else:
+            _check(path, rank=0, ranks=1)
+    except Exception as error:  # a damaged file can raise anything
+        problem = _problem(path, error)
+        if not isinstance(problem, DamagedError):
+            raise problem from error
+        return True
+    return False
+
+
+def _problem(path: Path, error: Exception) -> CheckpointError:
+    """Return what an error in reading a checkpoint means: damage, or a failure of the system that may pass.
+
+    After a failure of the system the run must not go on from an older checkpoint, because it would later remove this
+    one.
+    """
+    missing = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
+    if missing or not isinstance(error, (OSError, MemoryError)):
+        return DamagedError(f"checkpoint {path} is damaged or incomplete: {_described(error)}")
+    return CheckpointError(
+        f"checkpoint {path} could not be read: {_described(error)}; try again, or remove this checkpoint to go on from "
+        "the one before"
+    )
 
 
 def _digest(path: Path) -> str:
@@ -245,6 +294,14 @@ def _digest(path: Path) -> str:
         while piece := file.read(2**20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder, which may not exist."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def _name(folder: Path, step: int) -> Path:
@@ -258,7 +315,7 @@ def _mark(path: Path, run: str) -> str:
 
 def _is_of(path: Path, run: str) -> bool:
     """Return whether a checkpoint is a run's."""
-    marks = [mark.name for mark in path.glob(f"{_STEP}*-of-*")]
+    marks = [name for name in _names(path) if fnmatch(name, f"{_STEP}*-of-*")]
     return marks == ([_mark(path, run)] if run else [])
 
 

@@ -272,8 +272,9 @@ def _save(place: _Place, world: World, training: Training) -> None:
         checkpoint.save(place.folder / CHECKPOINTS, training.position.step, training.state_dict(), place.run)
     except checkpoint.CheckpointError as error:
         if world.is_leader:
-            older = checkpoint.latest(place.folder / CHECKPOINTS, place.run)
-            stays = f"and the checkpoint of step {checkpoint.step_of(older)} stays" if older else "without a checkpoint"
+            older = checkpoint.complete(place.folder / CHECKPOINTS, place.run)
+            last = checkpoint.step_of(older[-1]) if older else None
+            stays = "without a checkpoint" if last is None else f"and the checkpoint of step {last} stays"
             warnings.warn(f"{error}; the run goes on, {stays}", NatgradWarning, stacklevel=2)
 
 

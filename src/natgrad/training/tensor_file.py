@@ -47,11 +47,14 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: The file does not hold a state.
+        OSError: It could not be read.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             structure = json.loads(file.metadata()[_STRUCTURE])
             state = _decoded(structure, lambda name: file.get_tensor(name).clone())
+    except (OSError, MemoryError):
+        raise
     except Exception as error:  # another file can raise anything
         raise ValueError(f"{path.name} does not hold a state: {type(error).__name__}: {error}") from error
     if not isinstance(state, dict):
