@@ -1,4 +1,4 @@
-"""One wrong argument at a time to each averager on two nodes: a clear error on both ranks, or an averager that works."""
+"""One wrong argument at a time to each averager on two nodes: a clear error, or an averager that works."""
 
 import inspect
 from dataclasses import replace

@@ -297,9 +297,9 @@ def values():
         -math.inf, 1e308, 1j, [], [1], [-1, "x"], (), (1,), (1, 2), (0.5, 1.5), (-1,), ("x",), {}, {"x": 1}, {1: "x"},
         {"*": None}, {"*": -1.0}, {3: 0.1}, {"x"}, torch.tensor(1.0), torch.tensor(math.nan), torch.ones(2),
         torch.float32, torch.int64, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64, [(2, 2)],
-        [(1, 1)], natgrad.Nodes((1,)), natgrad.Nodes((2, 1)), nn.Linear(3, 2), Odd, natgrad.KFAC(), natgrad.KFAC, natgrad.Guard(),
-        natgrad.Refresh(), int, object(), Odd(), lambda: 0, lambda step: "x", lambda step: -1, lambda step: step + 1,
-        lambda *a: math.nan, range(3), iter([1]),
+        [(1, 1)], natgrad.Nodes((1,)), natgrad.Nodes((2, 1)), nn.Linear(3, 2), Odd, natgrad.KFAC(), natgrad.KFAC,
+        natgrad.Guard(), natgrad.Refresh(), int, object(), Odd(), lambda: 0, lambda step: "x", lambda step: -1,
+        lambda step: step + 1, lambda *a: math.nan, range(3), iter([1]),
     ]  # fmt: skip
 
 

@@ -268,7 +268,7 @@ def test_a_failure_to_read_is_no_damage(tmp_path, monkeypatch, name, error):
         for act in (checkpoint.latest, checkpoint.load_latest):
             with pytest.raises(CheckpointError, match=r"step-000000002 could not be read: .*; try again, or remove"):
                 act(tmp_path, RUN)
-        with pytest.raises(CheckpointError, match="step-000000002 could not be written: .* could not be read"):
+        with pytest.raises(CheckpointError, match=r"step-000000002 could not be written: .* could not be read"):
             write(tmp_path, 2, "second")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000001", "step-000000002"]
     assert checkpoint.step_of(checkpoint.latest(tmp_path, RUN)) == 2
