@@ -153,6 +153,16 @@ def test_the_inverse_square_root_makes_a_polar_factor(steps):
     torch.testing.assert_close(polar(X), U @ Vh)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_block_moves_if_any_element_of_its_gradient_is_not_zero(groups):
+    curvature = natgrad.Spectral(power=0, groups=groups)
+    momentum = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradient = torch.zeros_like(momentum)
+    gradient[0, 1, 2], gradient[1, 3, 4], gradient[2, 0, 0] = 1.0, -1.0, 1e-300
+    update = curvature.precondition({}, {}, {"momentum": momentum}, gradient, 0.01)
+    assert update.flatten(1).any(1).tolist() == [True, True, True, False]
+
+
 def test_matrices_of_zeros_stay_zero_and_have_the_identitys_root():
     zeros = torch.zeros(1, 3, 4).double()
     assert not polar(zeros).any()

@@ -180,8 +180,11 @@ class Spectral(Curvature):
         update = self._spectral(update, computed) if self.steps else self._direct(update, computed)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
         norm = torch.linalg.vector_norm(update, dim=(1, 2))
-        scale = (size / torch.where(norm > 0, norm, 1)).view(len(gradient), -1)
-        scale = scale * gradient.flatten(1).any(1)[:, None]  # without a gradient a layer does not move
+        # Without a gradient a layer does not move. (On a CPU `any` of numbers takes five times as long.)
+        moves = (gradient.amax((1, 2)) > 0) | (gradient.amin((1, 2)) < 0)
+        if self.groups > 1:
+            moves = moves.repeat_interleave(self.groups)
+        scale = torch.where(moves & (norm > 0), size / norm, 0)
         return update.mul_(scale.view(-1, 1, 1)).view_as(gradient)
 
     def _direct(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:

@@ -209,8 +209,9 @@ def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
 
     `out` is used only if both have the same dtype and no gradients are recorded.
     """
-    # `matmul` copies the transpose of a single matrix.
-    multiply = torch.bmm if left.ndim == right.ndim == 3 and len(left) == len(right) else torch.matmul
+    # `matmul` copies the transpose of a single matrix. (`len` of a tensor is slow.)
+    stacks = left.ndim == right.ndim == 3 and left.shape[0] == right.shape[0]
+    multiply = torch.bmm if stacks else torch.matmul
     if left.dtype == right.dtype:
         return multiply(left, right) if torch.is_grad_enabled() else multiply(left, right, out=out)
     narrow, wide = sorted((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)

@@ -59,9 +59,9 @@ class GradientStep:
                 received = self._receive_rows(bucket)
                 workers = [entry for entry in bucket if entry.group.role.is_gradient_worker]
                 for entries in together(workers, _kind, lambda entry: entry.nbytes):
+                    _copy([entry.gather(received) for entry in entries])
                     for entry in entries:
                         started = perf_counter()
-                        entry.gather(received)
                         add_gradients(entry.group, entry.W, entry.blocks)
                         entry.V = entry.group.solve(entry.members, entry.W, damping)
                         entry.group.charge(entry.members, perf_counter() - started)
@@ -127,15 +127,18 @@ class GradientStep:
 
     def _write(self, entries: Sequence[GroupGradients]) -> None:
         """Write the preconditioned gradients into ``.grad``, in place."""
-        written = [entry.write() for entry in entries]
-        targets = [target for some, _ in written for target in some]
-        if targets:
-            torch._foreach_copy_(targets, [source for _, some in written for source in some])
+        _copy([entry.write() for entry in entries])
+
+
+def _copy(pairs: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+    """Copy the second tensors of all pairs to the first ones."""
+    targets = [target for some, _ in pairs for target in some]
+    if targets:  # there may be none: other ranks expect a result even for a layer that no rank has used
+        torch._foreach_copy_(targets, [source for _, some in pairs for source in some])
 
 
 def _kind(entry: GroupGradients) -> tuple[torch.device, object]:
-    group = entry.group
-    return group.device, (group.work_dtype, group.curvature.positive_definite)
+    return entry.device, (entry.dtype, entry.group.curvature.positive_definite)
 
 
 def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]]:
@@ -144,7 +147,7 @@ def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]
     size = 0
     for entry in entries:
         group = entry.group
-        added = group.size * group.outputs * group.inputs * group.work_dtype.itemsize
+        added = group.size * group.outputs * group.inputs * entry.dtype.itemsize
         if bucket and size + added > _BUCKET:
             yield bucket
             bucket, size = [], 0

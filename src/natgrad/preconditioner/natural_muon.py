@@ -200,7 +200,8 @@ class _Update(Optimizer):
             if parameters and group["weight_decay"]:
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             for parameter in parameters:  # what loads checkpoints expects a state of each parameter that has moved
-                self.state[parameter].setdefault("step", torch.zeros(()))
+                if parameter not in self.state:
+                    self.state[parameter]["step"] = torch.zeros(())
             if parameters:
                 torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
         self._by_adamw().step()

@@ -307,7 +307,8 @@ class BlockGroup:
 
         Args:
             members: The layers.
-            W: Their gradients ``[n, o, i]``. Those of layers without complete results are returned unchanged.
+            W: Their gradients ``[n, o, i]`` in `work_dtype`. Those of layers without complete results are returned
+                unchanged.
             damping: γ.
         """
         ready = self.are_ready(members)
@@ -316,18 +317,19 @@ class BlockGroup:
         if not all(ready):
             pairs = zip(members, ready, W.split([member.stop - member.start for member in members]), strict=True)
             return torch.cat([self.solve([member], part, damping) if flag else part for member, flag, part in pairs])
-        blocks, step = self.blocks_of(members), max(1, _PIECE // max(1, W[:1].nbytes))
+        blocks, step = self.blocks_of(members), max(1, _PIECE * W.shape[0] // max(1, W.nbytes))
         V = W if step >= len(W) else torch.empty_like(W)
         for start in range(0, len(W), step):
             piece = slice(start, min(start + step, len(W)))
             index, gradient = piece if isinstance(blocks, slice) else blocks[piece], W[piece]
             state: dict[str, Tensor] = {}
             if self.memory_specs:
-                state = self.read_memory(index, [spec.name for spec in self.memory_specs])
+                memory = self.allocate_memory()
+                state = {spec.name: memory.read(spec.name, index).to(W.dtype) for spec in self.memory_specs}
                 finite = gradient.flatten(1).sum(1).isfinite()
                 bounded = self._bounded(index, state, gradient, finite)
                 self.write_memory(index, state, self.curvature.update_state(state, bounded), finite)
-            computed, averages = self.computed(index), self.live_averages(index)
+            computed, averages = self._results_of(self.results, index, W.dtype), self.live_averages(index)
             solved = self.curvature.precondition(computed, averages, state, gradient, damping * self.factor)
             if step >= len(W):
                 return solved

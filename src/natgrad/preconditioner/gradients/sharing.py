@@ -31,7 +31,7 @@ def share(
     """
     buckets: dict[tuple[torch.device, torch.dtype], list[GroupGradients]] = {}
     for entry in entries:
-        buckets.setdefault((entry.group.device, entry.group.work_dtype), []).append(entry)
+        buckets.setdefault((entry.device, entry.dtype), []).append(entry)
     holders, row = Holders(runtime), plan.row(runtime.rank)
     runtime.subgroup(row)
     for (device, dtype), bucket in buckets.items():

@@ -48,6 +48,8 @@ class GroupGradients:
         inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not.
         levels: The `Level` of each block's layer ``[n]``.
         finite: Whether the gradient of each block is finite ``[n]`` (bool).
+        device: The device of all of these.
+        dtype: The dtype of the gradients.
     """
 
     group: BlockGroup
@@ -58,6 +60,10 @@ class GroupGradients:
     inner: Tensor = field(init=False)
     levels: Tensor = field(init=False)
     finite: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look up where and in which dtype the group computes, which depends on the parameters."""
+        self.device, self.dtype = self.group.device, self.group.work_dtype
 
     @property
     def counts(self) -> list[int]:
@@ -73,7 +79,7 @@ class GroupGradients:
     def nbytes(self) -> int:
         """The size of the raw gradients."""
         group = self.group
-        return sum(self.counts) * group.outputs * group.inputs * group.work_dtype.itemsize
+        return sum(self.counts) * group.outputs * group.inputs * self.dtype.itemsize
 
     @property
     def layer_levels(self) -> Tensor:
@@ -82,13 +88,14 @@ class GroupGradients:
             return self.levels
         return self.levels[tensor_on(self.levels.device, [0, *accumulate(self.counts[:-1])])]
 
-    def gather(self, received: Mapping[int, Tensor]) -> None:
-        """Lay out ``.grad`` as `W`; of sharded parameters the `received` ones, by the parameter's ``id``.
+    def gather(self, received: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Allocate `W`, and return parts of it, and the values of ``.grad`` to copy into each.
 
-        A missing gradient of a weight or bias counts as zero.
+        The values of sharded parameters are the `received` ones, by the parameter's ``id``. A missing gradient of a
+        weight or bias counts as zero.
         """
         group = self.group
-        self.W = torch.empty(sum(self.counts), group.outputs, group.inputs, dtype=group.work_dtype, device=group.device)
+        self.W = torch.empty(sum(self.counts), group.outputs, group.inputs, dtype=self.dtype, device=self.device)
         targets, sources = [], []
         for layer, slot, view in places(self.members, self.W):
             gradient = slot.parameter.grad
@@ -98,8 +105,7 @@ class GroupGradients:
             rows, place = layer.align(slot, received.get(id(slot.parameter), gradient), view)
             targets.append(place)
             sources.append(rows)
-        if targets:  # there may be none: other ranks expect a result even for a layer that no rank has used
-            torch._foreach_copy_(targets, sources)
+        return targets, sources
 
     def clear_(self, bad: Tensor) -> None:
         """Make V zero where it is `bad` ``[n]``. Workers clear what other ranks hold."""

@@ -69,16 +69,22 @@ class FallbackPolicy:
         waits = not on_host(entries[0].W)  # whether the host would have to wait for the device
         inners = [entry.inner for entry in entries]
         inner, levels = joined(inners), joined([entry.levels for entry in entries])
+        natural = (levels == Level.FRESH) | (levels == Level.STALE)
+        positive = inner > 0 if entries[0].group.curvature.positive_definite else inner > -math.inf
+        sound = natural & positive & (inner < math.inf)  # V and W are finite too
+        any_invalid = any(entry.group.failures.has_invalid for entry in entries)
+        if not self.measures and not any_invalid and known_all(sound):
+            return
         square = joined([dots(entry.W, entry.W) for entry in entries])
         finite = square < math.inf
-        sound = _is_sound(inner, square, definite=entries[0].group.curvature.positive_definite)
-        natural = finite & ((levels == Level.FRESH) | (levels == Level.STALE))
-        any_invalid = any(entry.group.failures.has_invalid for entry in entries)
-        if not self.measures and not any_invalid and known_all(natural & sound):
+        natural = natural & finite
+        # ⟨V, W⟩ is zero, and no failure, if the gradient is zero or tiny.
+        unsound = natural & ~sound & ~((inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5))
+        if not self.measures and not any_invalid and known_all(natural & ~unsound):
             return
         known = [(entry.group.failures.allocate_invalid(inner.device), entry.blocks) for entry in entries]
         invalid = joined([flags[blocks] for flags, blocks in known])
-        invalid = invalid | (natural & ~sound)
+        invalid = invalid | unsound
         write_(known, invalid)
         for entry in entries:
             entry.group.failures.has_invalid = self._knows_of_invalid(entry.group.failures, waits=waits)
@@ -152,21 +158,12 @@ class FallbackPolicy:
         write_(norms, torch.where(counts, after, before))
 
 
-def _is_sound(inner: Tensor, square: Tensor, *, definite: bool) -> Tensor:
-    """Return which preconditioned gradients are sound ``[N]``, from ⟨V, W⟩ and ‖W‖² ``[N]``."""
-    if not definite:
-        return inner.isfinite()
-    nothing = (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)  # the gradient is zero or tiny
-    sound: Tensor = (inner > 0) & (inner < math.inf) | nothing
-    return sound
-
-
 def dots(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner product of each block ``[N]`` of two tensors ``[N, o, i]``."""
     X, Y = X.flatten(1), Y.flatten(1)
     if not on_host(X):
         return torch.bmm(X[:, None, :], Y[:, :, None])[:, 0, 0]
-    if X.shape[1] < _LONG or not len(X):
+    if X.shape[1] < _LONG or not X.shape[0]:
         products: Tensor = torch.linalg.vecdot(X, Y)
         return products
     return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long

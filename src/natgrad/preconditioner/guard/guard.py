@@ -92,6 +92,7 @@ class FailureCounters:
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
         self._streaks: dict[tuple[str, int], tuple[BlockGroup, Tensor]] = {}
         self._flags: dict[int, tuple[BlockGroup, Tensor]] = {}
+        self._complete: set[int] = set()  # the ids of groups all of whose `_flags` the host knows to be set
         self._preconditioned: set[str] = set()
         self._checks = 0
 
@@ -124,13 +125,14 @@ class FailureCounters:
         """Count and record the fallback levels ``[m]`` of some layers of each group in this step."""
         for batch in together(layers, lambda entry: (entry[2].device, entry[2].dtype)):
             levels = joined([levels for _, _, levels in batch])
-            natural, is_fresh = (levels >= Level.FRESH) & (levels <= Level.STALE), known_all(levels <= Level.FRESH)
-            places = []
+            is_fresh = known_all(levels <= Level.FRESH)
             for group, members, entry_levels in batch:
-                keys = [member.layer.key for member in members]
-                group.failures.last = None if is_fresh else (keys, entry_levels)
-                places.append(self._flags_of(group, members, levels.device))
-            write_(places, natural | joined([flags[index] for flags, index in places]))
+                group.failures.last = None if is_fresh else ([member.layer.key for member in members], entry_levels)
+            if not all(id(group) in self._complete for group, _, _ in batch):
+                places = [self._flags_of(group, members, levels.device) for group, members, _ in batch]
+                natural = (levels >= Level.FRESH) & (levels <= Level.STALE)
+                write_(places, natural | joined([flags[index] for flags, index in places]))
+                self._complete |= {id(group) for group, _, _ in batch if known_all(self._flags[id(group)][1])}
             for kind, level in () if is_fresh else _FALLBACKS.items():
                 self._add(kind, (levels == level).sum())
 
@@ -210,6 +212,7 @@ class FailureCounters:
         """Reset the counts of failures in a row, because the groups have changed."""
         self.preconditioned()
         self._flags.clear()
+        self._complete.clear()
         self._streaks.clear()
 
     def _count(self, total: str, kind: str, failures: Sequence[BlockFailures]) -> None:
