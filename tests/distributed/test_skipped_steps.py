@@ -1,11 +1,13 @@
 """A rank that skips a step, makes one more, or raises in its forward: all ranks raise, and say which rank and where."""
 
+import gc
 import subprocess
 import sys
 import time
 import warnings
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +22,7 @@ SECONDS = 10.0
 class Raising(nn.Module):
     """Takes the place of an activation."""
 
-    def forward(self, x):
+    def forward(self, *inputs):
         raise ValueError("bad batch 17")
 
 
@@ -167,8 +169,26 @@ def fail_in_backward(job):
         return error.__notes__
 
 
+def fail_before_the_broadcast_of_buffers():
+    """Rank 0 raises in its forward. Rank 1 waits for its buffers; return the notes of the error there."""
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double())
+    preconditioner = natgrad.Preconditioner(wrapped, kl_clip=None, reduction="mean")
+    if dist.get_rank() == 0:
+        wrapped.register_forward_pre_hook(Raising().forward)
+    try:
+        wrapped(torch.ones(5, 3).double())
+    except ValueError:
+        return None
+    except RuntimeError as error:
+        preconditioner.detach()
+        return error.__notes__
+
+
 def test_the_cause_is_added_to_an_error_of_torch(ranks):
     notes, _ = ranks.run(2, fail_in_backward, job("comm-opt", "ddp"))
+    assert "ValueError: bad batch 17" in notes[0]
+    _, notes = ranks.run(2, fail_before_the_broadcast_of_buffers)
+    assert "rank 0 failed in a forward or backward pass" in notes[0]
     assert "ValueError: bad batch 17" in notes[0]
 
 
@@ -187,6 +207,71 @@ def skip_alike(job):
 
 def test_a_step_that_all_ranks_skip(ranks):
     assert ranks.run(2, skip_alike, job("comm-opt", "ddp")) == [12, 12]
+
+
+def train_adversaries(skips):
+    """Train two models whose preconditioners are made in another order on rank 1; `skips` leaves out steps of one."""
+    skipped_steps._LONGEST = 1.0
+    models = {"generator": nn.Linear(3, 4), "discriminator": nn.Linear(4, 2)}
+    wrapped = {name: DistributedDataParallel(model.double()) for name, model in models.items()}
+    order = list(models)[:: -1 if dist.get_rank() else 1]
+    made = {name: natgrad.Preconditioner(wrapped[name], kl_clip=None, reduction="mean") for name in order}
+    generator, started = torch.Generator().manual_seed(dist.get_rank()), time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for step in range(12):
+                name = "generator" if step % 3 == 2 else "discriminator"
+                models[name].zero_grad()
+                x = torch.randn(5, models[name].in_features, generator=generator).double()
+                wrapped[name](x).square().mean().backward()
+                if not skips(step):
+                    made[name].step()
+        except natgrad.NatgradError as error:
+            return str(error), time.monotonic() - started
+    return [str(warning.message) for warning in caught]
+
+
+def seventh(step):
+    return step == 6
+
+
+def seventh_on_rank_0(step):
+    return step == 6 and dist.get_rank() == 0
+
+
+def test_preconditioners_made_in_another_order_are_not_confused(ranks):
+    assert ranks.run(2, train_adversaries, seventh) == [[], []]
+    for message, seconds in ranks.run(2, train_adversaries, seventh_on_rank_0):
+        assert "rank 0 has skipped step() 4" in message
+        assert seconds < SECONDS
+
+
+def replace_the_exception_hook():
+    """Return what the hook that was there before is called with, and whether it is back after the process group."""
+    seen = []
+
+    def earlier(kind, error, traceback):
+        seen.append(error)
+
+    before, sys.excepthook = sys.excepthook, earlier
+    try:
+        training = Training(job("comm-opt", "ddp"))
+        training.step(0)
+        assert sys.excepthook is not earlier
+        error = ValueError("bad batch 17")
+        sys.excepthook(ValueError, error, None)
+        text = training.preconditioner.parts.runtime.positions.here.error
+        del training
+        dist.destroy_process_group()
+        gc.collect()
+        return seen == [error], text, sys.excepthook is earlier
+    finally:
+        sys.excepthook = before
+
+
+def test_the_hook_of_exceptions_calls_the_one_before_and_is_removed(ranks):
+    assert ranks.run(2, replace_the_exception_hook) == [(True, "ValueError: bad batch 17", True)] * 2
 
 
 def skip_after_another_has_left(job):

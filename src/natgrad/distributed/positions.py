@@ -14,9 +14,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from types import TracebackType
 from typing import Any
+from zlib import crc32
 
 import torch.distributed as dist
 
@@ -41,16 +41,16 @@ class Position:
 
     Attributes:
         call: The call or phase, as an error message names it.
-        steps: The completed steps of each preconditioner, in the order of their construction.
-        stepping: The preconditioner whose `step` is in progress. None: none.
+        steps: The completed steps of each preconditioner, by the key that `Positions.add_preconditioner` returns.
+        stepping: The key of the preconditioner whose `step` is in progress. None: none.
         error: The exception that ended the last call. Empty: none.
         beat: How often the position has been published. -1: never.
         ended: Whether the process has left the process group, or is ending.
     """
 
     call: str = "before its first step()"
-    steps: list[int] = field(default_factory=list)
-    stepping: int | None = None
+    steps: dict[str, int] = field(default_factory=dict)
+    stepping: str | None = None
     error: str = ""
     beat: int = -1
     ended: bool = False
@@ -93,7 +93,7 @@ class Positions:
         self._store: Any = world.get_group_store()
         self._announced, self._read = False, ""
         self._ended = threading.Event()
-        weakref.finalize(world, self._ended.set).atexit = False
+        weakref.finalize(world, _leave, self._ended).atexit = False
         left = self._stored_notice()
         if left is not None and left.rank == self.rank:  # of a process group before this one
             self._set("notice", "")
@@ -104,10 +104,20 @@ class Positions:
 
     # --- This rank ----------------------------------------------------------------------------------------------
 
-    def add_preconditioner(self) -> int:
-        """Return the index of a new preconditioner in ``here.steps``."""
-        self.here.steps.append(0)
-        return len(self.here.steps) - 1
+    def add_preconditioner(self, digest: int, ranks: Sequence[int]) -> str:
+        """Return the key of a new preconditioner in ``here.steps``, the same on all its ranks.
+
+        Several preconditioners may be made in another order on another rank. Only equal ones must be made in the same
+        order.
+
+        Args:
+            digest: A number that is the same on ranks with the same plan for the same layers.
+            ranks: Its ranks.
+        """
+        kind = f"{digest:08x}/{crc32(repr(sorted(ranks)).encode()):08x}"
+        key = f"{kind}/{sum(other.startswith(kind) for other in self.here.steps)}"
+        self.here.steps = {**self.here.steps, key: 0}  # the thread may be reading the other
+        return key
 
     def enter(self, call: str) -> None:
         """Record that this rank is in a call, and so has survived an exception of an earlier one."""
@@ -125,6 +135,12 @@ class Positions:
             return
         self.here.error = f"{type(error).__name__}: {error}"[:_LENGTH]
         self.announce(f"rank {self.rank} {self.here}", final=False)
+
+    def explain(self, error: BaseException) -> None:
+        """Add a note with the cause to an exception of a collective that is not natgrad's."""
+        explained = any(note.startswith("natgrad: ") for note in getattr(error, "__notes__", ()))
+        if is_lost(error) and not explained and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"natgrad: {self.reason(range(self.ranks))}")
 
     def announce(self, text: str, *, final: bool) -> None:
         """Give a notice to all ranks, unless one has given a final notice before."""
@@ -219,6 +235,11 @@ class Positions:
             self._store = None
             return None
 
+    @property
+    def publishes(self) -> bool:
+        """Whether the process group still exists."""
+        return not self._ended.is_set()
+
     def end(self) -> None:
         """Publish that this process ends, and end the thread. After an exception first let the others read it.
 
@@ -246,27 +267,47 @@ def positions() -> Positions | None:
     return _of_world[world]
 
 
-@cache
-def _install() -> None:
-    """Announce exceptions that end this process, and its end; name the cause of a lost connection."""
-    following = sys.excepthook
+# What `_report` replaces. None: it is not installed.
+_replaced: Callable[[type[BaseException], BaseException, TracebackType | None], Any] | None = None
 
-    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+
+def _install() -> None:
+    """Have exceptions that end this process announced, until the last process group is destroyed."""
+    global _replaced  # noqa: PLW0603
+    if _replaced is None:
+        _replaced, sys.excepthook = sys.excepthook, _report
+
+
+def _report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Announce an exception that ends this process, name the cause of a lost connection, and call the hook before."""
+    try:
         world = dist.group.WORLD if dist.is_initialized() else None
         found = None if world is None else _of_world.get(world)
         if found is not None:
-            if is_lost(error) and hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"natgrad: {found.reason(range(found.ranks))}")
+            found.explain(error)
             found.fail(error)
-        following(kind, error, traceback)
+    finally:
+        (_replaced or sys.__excepthook__)(kind, error, traceback)
 
-    sys.excepthook = report
-    atexit.register(_end)
+
+def _leave(ended: threading.Event) -> None:
+    """End the publications of a destroyed process group; after the last one, restore the exception hook.
+
+    A hook that another library has set since may call `_report`, which then stays.
+    """
+    global _replaced  # noqa: PLW0603
+    ended.set()
+    if sys.excepthook is _report and not any(found.publishes for found in _publishing):
+        assert _replaced is not None
+        sys.excepthook, _replaced = _replaced, None
 
 
 def _end() -> None:
     for found in list(_publishing):
         found.end()
+
+
+atexit.register(_end)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -47,7 +47,8 @@ class SkippedSteps:
         self._parameter: weakref.ref[nn.Parameter] | None = None
         self._version, self._began, self._differentiated, self._skipped = 0, False, False, 0
         if self._positions is not None:
-            self._index = self._positions.add_preconditioner()
+            ranks = torch.distributed.get_process_group_ranks(parts.runtime.group)
+            self._key = self._positions.add_preconditioner(parts.structure.digest(), ranks)
             weakref.finalize(self, remove_all, self._handles).atexit = False
 
     # --- Events -------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ class SkippedSteps:
         if found.notice is not None and found.notice.final:
             raise LostRankError(f"step() {step}: {found.notice.text}")
         found.enter(f"in step() {step}")
-        found.here.steps[self._index], found.here.stepping = step, self._index
+        found.here.steps[self._key], found.here.stepping = step, self._key
         try:
             yield
             found.here.call = f"between its steps, after {progress.step} of them"
@@ -100,14 +101,14 @@ class SkippedSteps:
             found.fail(error)
             raise
         finally:
-            found.here.steps[self._index], found.here.stepping = progress.step, None
+            found.here.steps[self._key], found.here.stepping = progress.step, None
 
     def begin_forward(self) -> None:
         """Record that a forward pass begins, and compare the ranks if a step was skipped."""
         found, parameter = self._positions, None if self._parameter is None else self._parameter()
         if found is None or parameter is None or not torch.is_grad_enabled():
             return
-        step = found.here.steps[self._index]
+        step = found.here.steps[self._key]
         found.enter(f"in a forward or backward pass, before its step() {step}")
         version = parameter._version
         if self._differentiated and (version != self._version or parameter.grad is None):
@@ -117,9 +118,10 @@ class SkippedSteps:
         self._version, self._began = version, True
 
     def end_forward(self) -> None:
-        """Announce the exception that ends a forward pass, if there is one."""
+        """Announce the exception that ends a forward pass, if there is one, and explain one of a lost connection."""
         error = sys.exc_info()[1]
         if self._positions is not None and error is not None:
+            self._positions.explain(error)
             self._positions.fail(error)
 
     def end_backward(self) -> None:
@@ -140,7 +142,7 @@ class SkippedSteps:
         """
         runtime = self._parts.runtime
         members = torch.distributed.get_process_group_ranks(runtime.group)
-        key = f"skipped/{min(members)}/{len(members)}/{self._index}/{self._skipped}"
+        key = f"skipped/{self._key}/{self._skipped}"
         count, pause, began = found.count(key, 1), 1e-4, time.monotonic()
         looked = began
         found.here.call = f"at its next forward pass without step() {step}"
@@ -172,8 +174,8 @@ class SkippedSteps:
 
     def _is_ahead(self, at: Position, step: int) -> bool:
         """Return whether a rank is in a step or has completed it."""
-        steps = at.steps[self._index] if len(at.steps) > self._index else 0
-        return steps > step or (steps == step and at.stepping == self._index)
+        steps = at.steps.get(self._key, 0)
+        return steps > step or (steps == step and at.stepping == self._key)
 
     def _announce(self, found: Positions, step: int, ahead: dict[int, Position]) -> None:
         where = "; ".join(f"rank {rank} {at}" for rank, at in list(ahead.items())[:8])
