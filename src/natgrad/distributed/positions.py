@@ -273,7 +273,7 @@ _replaced: Callable[[type[BaseException], BaseException, TracebackType | None], 
 
 def _install() -> None:
     """Have exceptions that end this process announced, until the last process group is destroyed."""
-    global _replaced  # noqa: PLW0603
+    global _replaced
     if _replaced is None:
         _replaced, sys.excepthook = sys.excepthook, _report
 
@@ -295,7 +295,7 @@ def _leave(ended: threading.Event) -> None:
 
     A hook that another library has set since may call `_report`, which then stays.
     """
-    global _replaced  # noqa: PLW0603
+    global _replaced
     ended.set()
     if sys.excepthook is _report and not any(found.publishes for found in _publishing):
         assert _replaced is not None
