@@ -1,6 +1,7 @@
-"""What a development environment installs is pinned in constraints.txt, with the day on which the pins were chosen."""
+"""What a development environment installs is pinned in constraints.txt, with the day of its release."""
 
 import re
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 
@@ -11,9 +12,11 @@ PINS = Path(__file__).parent.parent / "constraints.txt"
 
 
 def pinned():
+    """Return the version and the day of the release of each pinned package."""
     lines = [line for line in PINS.read_text().splitlines() if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", line) for line in lines)
-    return {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines}
+    pins = [re.fullmatch(r"([\w.-]+)==([\w.+]+)  # released (\d{4}-\d\d-\d\d)", line) for line in lines]
+    assert [line for line, pin in zip(lines, pins, strict=True) if pin is None] == []
+    return {canonicalize_name(pin[1]): (pin[2], date.fromisoformat(pin[3])) for pin in pins}
 
 
 def required(name, extras, found):
@@ -40,5 +43,6 @@ def test_every_dependency_is_pinned():
     assert {name for name in names if not name.startswith(("nvidia", "cuda", "triton"))} - pinned().keys() == set()
 
 
-def test_the_pins_have_a_date():
-    assert re.search(r"resolved on \d{4}-\d\d-\d\d", PINS.read_text())
+def test_every_pin_was_released_before_the_pins_were_chosen():
+    chosen = date.fromisoformat(re.search(r"resolved on (\d{4}-\d\d-\d\d)", PINS.read_text())[1])
+    assert {name: released for name, (_, released) in pinned().items() if released > chosen} == {}
