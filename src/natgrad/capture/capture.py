@@ -25,6 +25,7 @@ from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.reductions import Count, Reductions
 from natgrad.capture.repetition import Recording, Repetition
 from natgrad.capture.rows import RowBuffer
+from natgrad.capture.sources import Source
 from natgrad.capture.sums import WHOLE, Choice, SampleCount, StatisticsBuffer
 from natgrad.capture.upstream import destination, differentiate_to, mark, marked, sources
 from natgrad.curvature import Curvature
@@ -271,7 +272,8 @@ class Capture:
         batch = int(self.forward.batch) if forward is not None or outer_task != -1 else -1
         # Statistics need the inputs; counting samples only needs their shape.
         wanted = self._wants(name)
-        saved = Saved(inputs) if wanted or self.audit.wants_inputs(name) else None
+        source = self.forward.source(inputs) if wanted else None
+        saved = Saved(inputs, source) if wanted or self.audit.wants_inputs(name) else None
         shape = outline(inputs) if saved is None else saved.outline
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
@@ -356,9 +358,9 @@ class Capture:
         known = inputs.get() if inputs is not None and reads else None  # a checkpoint gives a tensor once
         if compares:
             self.audit.add(use.layer, known, gradient, samples)
-        if collects and known is not None:
+        if collects and inputs is not None and known is not None:
             with full_products(gradient.device):
-                self._observe(use, task, samples, known, gradient)
+                self._observe(use, task, samples, known, inputs.source, gradient)
 
     def _discard_cleared_passes(self) -> None:
         self.discard_cleared_passes(
@@ -372,10 +374,14 @@ class Capture:
         if all(parameter.grad is None for parameter in parameters):
             self.discard()
 
-    def _observe(self, use: LayerCall, task: int, samples: int, inputs: Tensor, gradient: Tensor) -> None:
+    def _observe(
+        self, use: LayerCall, task: int, samples: int, inputs: Tensor, source: Source | None, gradient: Tensor
+    ) -> None:
         """Add the rows of one use of a layer to its sums, or pool them."""
         layer, name, reduction = use.layer, use.primary.name, self._reductions.of(use.primary.name)
         rows, gradients = layer.rows(inputs, gradient, samples)
+        if source is not None:
+            rows = source.shared(rows)
         if reduction == "tokens":
             counted = gradients.nonzero()
             if not known_all(counted):

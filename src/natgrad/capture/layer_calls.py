@@ -9,16 +9,22 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.model_hooks import ForwardPass
+from natgrad.capture.sources import Source
 from natgrad.curvature import Curvature
 from natgrad.layers import Layer
 from natgrad.layers.rows import DenseRows, Rows
 
 
 class Saved:
-    """A tensor saved through autograd's saved-tensor hooks, which may recompute it (checkpoints) or offload it."""
+    """A tensor saved through autograd's saved-tensor hooks, which may recompute it (checkpoints) or offload it.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Attributes:
+        source: What other layers that read the same tensor share with this one. None: nothing.
+    """
+
+    def __init__(self, tensor: Tensor, source: Source | None = None) -> None:
         """Keep `tensor`, without its graph."""
+        self.source = source
         self.outline = self._plain = tensor.detach()
         self._anchor: Tensor | None = None
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

@@ -15,6 +15,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 
 from natgrad.capture import compiled
+from natgrad.capture.sources import Source
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Handle, Layer, remove_all
 
@@ -134,6 +135,7 @@ class ForwardPasses:
         self._capture = None if capture is None else weakref.ref(capture)
         self.batch = NO_BATCH
         self.current: ForwardPass | None = None
+        self._sources: dict[int, Source] = {}  # of the pass in progress, by the ``id`` of the tensor
         self.on_begin = on_begin
         self.reset()
 
@@ -170,9 +172,20 @@ class ForwardPasses:
             self.batch = torch.tensor(seen, device="cpu")
             self.samples += seen
 
+    def source(self, tensor: Tensor) -> Source | None:
+        """Return what the layers that read `tensor` in the pass in progress share. None: no pass is in progress."""
+        if self.current is None or tensor.is_inference():  # the latter have no version
+            return None
+        source = self._sources.get(id(tensor))
+        if source is None or not source.is_of(tensor):
+            source = self._sources[id(tensor)] = Source(tensor)
+        source.readers += 1
+        return source
+
     def leave(self) -> None:
         """End the pass. Layers called outside of the model do not belong to it."""
         self.current = None
+        self._sources.clear()
 
 
 class Hooks:
