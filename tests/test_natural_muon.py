@@ -163,7 +163,7 @@ def test_frozen_layers_stay_and_a_layer_that_is_not_used_too():
     model = Network()
     model.convolution.requires_grad_(False)
     model.spare = nn.Linear(3, 3)
-    optimizer = natgrad.NaturalMuon(model)
+    optimizer = natgrad.NaturalMuon(model, heads=["head"])
     train(model, optimizer, 0, 1)
     steps = moved(model, optimizer, 1)
     assert not any(steps[name].any() for name in ("convolution.weight", "convolution.bias", "spare.weight"))

@@ -34,6 +34,6 @@ def test_what_is_written_on_a_graph_is_found_again_below_its_root():
     numbers = {mark(first, "first"), mark(first, "again")}
     end = (first * 2).exp()
     numbers.add(mark(end, "end"))
-    found = {(edge.node, note) for edge, note in marked(reached((end + 1).grad_fn), numbers)}
+    found = {(edge.node, note) for edge, note in marked(reached([(end + 1).grad_fn]), numbers)}
     assert found == {(first.grad_fn, "first"), (first.grad_fn, "again"), (end.grad_fn, "end")}
-    assert not list(marked(reached(x.cos().grad_fn), numbers))
+    assert not list(marked(reached([x.cos().grad_fn]), numbers))

@@ -193,11 +193,13 @@ class Hooks:
 
     Attributes:
         forward: The passes of the current capture.
+        on_outputs: Called with the outputs of the model in each pass with gradients, except compiled ones.
     """
 
     def __init__(self, forward: ForwardPasses) -> None:
         """Initialize without hooks. Later ones are removed when the capture of `forward` is deleted."""
         self.forward = forward
+        self.on_outputs: Callable[[Any], None] | None = None
         self._handles: list[Handle] = []
         weakref.finalize(forward.capture, remove_all, self._handles).atexit = False
 
@@ -263,8 +265,11 @@ class EndHook(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Report the end, as a forward hook."""
-        if self.hooks is not None:
-            self.hooks.forward.leave()
+        if self.hooks is None:
+            return
+        self.hooks.forward.leave()
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self.hooks.on_outputs is not None:
+            self.hooks.on_outputs(output)
 
 
 class LayerHook(_Hook):

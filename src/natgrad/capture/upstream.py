@@ -34,9 +34,10 @@ def marked(nodes: Iterable[Node], numbers: Container[int]) -> Iterator[tuple[Gra
             yield GradientEdge(node, output), note
 
 
-def reached(root: Node) -> set[Node]:
-    """Return `root` and every node that a backward pass from it may reach."""
-    seen, pending = {root}, [root]
+def reached(roots: Iterable[Node]) -> set[Node]:
+    """Return `roots` and every node that a backward pass from them may reach."""
+    seen = set(roots)
+    pending = list(seen)
     while pending:
         fresh = {following for following, _ in pending.pop().next_functions if following is not None} - seen
         seen |= fresh
@@ -93,7 +94,7 @@ def differentiate_to(
         ends: Returns the edges, for the set of nodes that a pass from `outputs` may reach.
         retain: Whether the graph will be differentiated again.
     """
-    nodes = set() if outputs.grad_fn is None else reached(outputs.grad_fn)
+    nodes = set() if outputs.grad_fn is None else reached([outputs.grad_fn])
     edges = ends(nodes)
     if edges:
         with _hidden_from_ddp(nodes):

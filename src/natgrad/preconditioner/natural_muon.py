@@ -15,12 +15,12 @@ from torch.optim import AdamW, Optimizer
 from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement
+from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import require
-from natgrad.layers import layers_for
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.arguments import unwrap
-from natgrad.preconditioner.coverage import places
 from natgrad.preconditioner.guard.guard import Guard
+from natgrad.preconditioner.heads import HeadCheck, likely_heads, matrices_of
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 from natgrad.preconditioner.preconditioner import Preconditioner
 from natgrad.refresh import DoublingInterval, Refresh, RefreshRule
@@ -91,7 +91,9 @@ class NaturalMuon(PreconditionedOptimizer):
                 `natgrad.Spectral`, such as ``natgrad.Spectral(power=0.25, steps=0)``.
             heads: The fnmatch patterns of the names of these layers. None: the layer that shares its weight with an
                 embedding or, without one, the last layer with a weight matrix in the order of
-                ``model.named_modules()``. Name them if the head is registered earlier, or if there are several.
+                ``model.named_modules()``, and the layers of its parent that read as many features, with a number of
+                outputs that it cannot read. After the first step there is a warning with the names to pass if the
+                autograd graph shows other heads.
             adamw: The fnmatch patterns of the names of layers that AdamW moves.
             groups: For fnmatch patterns of names of layers, the number of their equal groups of outputs that are
                 matrices of their own: ``{"*.qkv": 3}`` for queries, keys and values that one layer computes.
@@ -108,6 +110,10 @@ class NaturalMuon(PreconditionedOptimizer):
         Raises:
             ValueError: if an argument is not allowed, or the model has no weight matrix for natural Muon. The model is
                 unchanged then.
+
+        Warns:
+            NatgradWarning: after the first step, if other layers than those taken for the heads are nearest to the
+                loss.
         """
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
@@ -127,7 +133,8 @@ class NaturalMuon(PreconditionedOptimizer):
             require(fits, name, patterns, "a sequence of fnmatch patterns")
         fits = groups is None or (isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups))
         require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
-        matrices = _matrices(unwrap(model))
+        root = unwrap(model)
+        matrices = matrices_of(root)
         require(matrices, "model", type(model).__name__, "a model with linear layers or convolutions")
 
         def spectral(count: int = 1) -> Spectral:
@@ -136,8 +143,9 @@ class NaturalMuon(PreconditionedOptimizer):
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if head != "spectral":
             moved_by = head if isinstance(head, Spectral) else None
-            found = [escape(_head(unwrap(model), matrices))]
-            _add(curvature, dict.fromkeys(found if heads is None else heads, moved_by))
+            left = [name for name in matrices if _first_match(name, adamw) is not None]
+            likely = [name for name in likely_heads(root, matrices) if name not in left]
+            _add(curvature, dict.fromkeys(map(escape, likely) if heads is None else heads, moved_by))
         _add(curvature, {pattern: spectral(count) for pattern, count in (groups or {}).items()})
         if any(_first_match(name, curvature) is None for name in matrices):
             _add(curvature, {"*": spectral()})
@@ -168,6 +176,10 @@ class NaturalMuon(PreconditionedOptimizer):
         require(covered, "model", type(model).__name__, "a model with a trained weight matrix that is not too wide")
         update = _Update(list(covered.values()), others, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
         super().__init__(update, preconditioner)
+        if head != "spectral" and heads is None and find_mesh(model) is None:  # FSDP2's graphs have other parameters
+            self._check = HeadCheck(root, matrices, likely, left)
+            preconditioner.parts.hooks.on_outputs = self._check.inspect
+            self.register_step_post_hook(_conclude)
 
     def __repr__(self) -> str:
         """Show the parameter groups."""
@@ -216,6 +228,15 @@ class _Update(Optimizer):
         return self._adamw
 
 
+def _conclude(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warn if the first passes had other heads, as a hook after steps."""
+    assert isinstance(optimizer, NaturalMuon)
+    hooks = optimizer.preconditioner.parts.hooks
+    if hooks.on_outputs is not None and optimizer._check.saw_passes:
+        hooks.on_outputs = None
+        optimizer._check.warn()
+
+
 def _add(curvature: dict[str, Curvature | None], others: Mapping[str, Curvature | None]) -> None:
     """Add `others` to a mapping from patterns.
 
@@ -230,20 +251,3 @@ def _add(curvature: dict[str, Curvature | None], others: Mapping[str, Curvature 
 def _first_match(name: str, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that matches a name. None: none does."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
-
-
-def _head(model: nn.Module, matrices: Sequence[str]) -> str:
-    """Return the module with a weight matrix that is nearest to the loss: one tied to an embedding, or the last."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    tied = [name for name in matrices if id(getattr(model.get_submodule(name), "weight", None)) in tables]
-    return (tied or matrices)[-1]
-
-
-def _matrices(model: nn.Module) -> list[str]:
-    """Return the names of the modules with a weight matrix, in the order of ``model.named_modules()``."""
-    names = []
-    for place in places(model):
-        layers = layers_for(place.name, place.module, place.parent) if place.module._parameters else ""
-        if not isinstance(layers, str) and any(layer.form == "matrix" and layer.weight for layer in layers):
-            names.append(place.name)
-    return names
