@@ -140,3 +140,13 @@ def test_no_rank_goes_on_from_an_older_one_if_one_cannot_read(ranks, folder, dam
     first, second = ranks.run(2, unreadable, folder)
     assert first == second
     assert "step-000000002 could not be read: OSError: [Errno 5] I/O error" in first
+
+
+def saved_apart(folder):
+    own = folder / str(dist.get_rank())
+    return outcome(checkpoint.save, own, 1, state(1, dist.get_rank()))
+
+
+def test_ranks_that_write_to_different_folders_are_told_so(ranks, tmp_path):
+    for message in ranks.run(2, saved_apart, tmp_path):
+        assert "rank 0 does not see rank-1.safetensors: all ranks must write to the same folder" in message

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 
 import natgrad
 from natgrad.averaging import Nodes
+from natgrad.errors import DivergedError
 from tests.distributed.daso_jobs import batch, identical
 
 
@@ -138,3 +139,13 @@ def test_a_cool_down_needs_to_know_the_end():
     with pytest.warns(natgrad.NatgradWarning, match="cooldown_epochs=1 has no effect without epochs"):
         daso = natgrad.DASO(model, torch.optim.SGD(model.parameters()), warmup_epochs=0, cooldown_epochs=1)
     assert daso.metrics()["blocking"] == 0
+
+
+def test_a_mean_loss_that_is_not_a_number_ends_the_training():
+    model = nn.Linear(1, 1)
+    daso = natgrad.DASO(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), steps_per_epoch=2, batches_to_wait=0, batches_between=1
+    )
+    daso.step(torch.tensor(1.0))
+    with pytest.raises(DivergedError, match="mean training loss of epoch 0 is not a number"):
+        daso.step(torch.tensor(math.nan))

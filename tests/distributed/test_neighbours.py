@@ -328,3 +328,10 @@ def refusals():
 
 def test_wrong_arguments_are_refused(ranks):
     ranks.run(2, refusals)
+
+
+def test_hierarchical_averages_begin_after_the_warm_up(ranks):
+    """In the warm-up all gradients are averaged; afterwards parameters are after every second step."""
+    first, second = ranks.run(2, descend, "HierarchicalSGD", {"warmup_steps": 3, "periods": [(2, 2)]}, 6)
+    equal = [one == other for one, other in zip(first, second, strict=True)]
+    assert equal == [True, True, True, False, True, False]

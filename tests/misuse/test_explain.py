@@ -98,3 +98,9 @@ def test_forgotten_steps_precondition_nothing():
     model(torch.randn(8, 5)).square().mean().backward()
     optimizer.step()
     assert preconditioner.explain().preconditioned == 0.0
+
+
+def test_complex_weights_are_left_to_the_optimizer():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, dtype=torch.complex64))
+    text = str(natgrad.Preconditioner(model, kl_clip=None).explain())
+    assert text.count("optimizer: complex weights have no Fisher block here") == 2

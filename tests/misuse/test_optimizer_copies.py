@@ -124,3 +124,12 @@ def test_groups_state_and_defaults_can_be_assigned():
     assert optimizer.optimizer.state is state
     optimizer.defaults = {"lr": 0.25}
     assert optimizer.optimizer.defaults == {"lr": 0.25}
+    assert optimizer.defaults == {"lr": 0.25}
+
+
+def test_a_group_is_added_to_the_inner_optimizer():
+    _, optimizer = build()
+    added = torch.nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": [added], "lr": 0.5})
+    assert optimizer.optimizer.param_groups[-1]["params"] == [added]
+    assert optimizer.param_groups[-1]["lr"] == 0.5

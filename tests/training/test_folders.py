@@ -1,5 +1,7 @@
 """Whose a folder is: foreign files stay as they are, and two processes do not share one."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import re
@@ -12,11 +14,12 @@ from typer.testing import CliRunner
 
 from natgrad import NatgradWarning
 from natgrad.cli import app
+from natgrad.training import run
 from natgrad.training.compare import Comparison, compare
 from natgrad.training.files import FileError, claimed
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
-from natgrad.training.result import read_points
+from natgrad.training.result import append_point, read_points
 from natgrad.training.run import Output, read_job, saved_step, train
 
 JOB = Job(task="tabular", optimizer="sgd", learning_rate=0.1, steps=7)
@@ -220,3 +223,45 @@ def test_a_configuration_changed_by_hand_is_not_resumed(tmp_path, changed, named
     with pytest.raises(FileError, match=rf"config\.json, line \d+: {named}.* as in the checkpoint"):
         train(job, Output(folder=tmp_path), resume=True)
     assert saved_step(tmp_path) == 7
+
+
+def failing_lock(code):
+    def flock(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    return flock
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", failing_lock(errno.ENOLCK))
+    with pytest.warns(NatgradWarning, match="has no locks: make sure"), claimed(tmp_path / "run", "out"):
+        assert (tmp_path / "run").is_dir()
+
+
+def test_a_lock_that_fails_otherwise_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", failing_lock(errno.EIO))
+    with pytest.raises(OSError, match="put/output error"), claimed(tmp_path / "run", "out"):
+        pass
+
+
+def test_points_that_could_not_be_written_are_written_later(tmp_path, monkeypatch):
+    points = []
+
+    def append(path, point):
+        points.append(point)
+        if len(points) == 1:
+            raise OSError(errno.ENOSPC, "no space")
+        append_point(path, point)
+
+    monkeypatch.setattr(run, "append_point", append)
+    with pytest.warns(NatgradWarning, match=r"metrics\.jsonl could not be written: .* tried again later"):
+        train(replace(JOB, steps=21), Output(folder=tmp_path))
+    assert steps(tmp_path) == [7, 14, 21]
+
+
+def test_a_point_that_natgrad_did_not_write_is_named_with_its_line(tmp_path):
+    train(JOB, Output(folder=tmp_path))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"epoch": 2}\n')
+    with pytest.raises(FileError, match=r"metrics\.jsonl, line 2: "):
+        read_points(file)

@@ -25,11 +25,6 @@ _CLASSES: dict[str, Callable[..., Curvature]] = {
 _EXCLUDED = ("fisher", "likelihood")
 
 
-def names() -> list[str]:
-    """Return the names of all curvatures."""
-    return list(_CLASSES)
-
-
 def options_of(name: str) -> list[str]:
     """Return the options of a curvature, without those of the Fisher."""
     return [option for option in inspect.signature(_CLASSES[name]).parameters if option not in _EXCLUDED]
@@ -58,7 +53,7 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
     """Return a curvature.
 
     Args:
-        name: One of `names()`.
+        name: Its name.
         options: Options of its constructor.
         fisher: "empirical" or "sampled"; None: "sampled" if the curvature supports it.
         likelihood: The distribution that labels are sampled from.

@@ -139,6 +139,7 @@ def _lock(folder: Path, name: str) -> Lock:
         raise ArgumentError(name, str(folder), "a folder that no other process uses at the moment") from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            os.close(descriptor)
             raise
         text = f"the file system of {folder} has no locks: make sure that no other process uses this folder"
         warnings.warn(text, NatgradWarning, stacklevel=4)

@@ -42,7 +42,7 @@ class Job:
         learning_rate: Peak learning rate; None: the optimizer's default.
         schedule: The learning rate schedule after the warm-up.
         warmup: Steps over which the learning rate rises linearly from zero.
-        curvature: "none", or one of `curvatures.names()`.
+        curvature: "none", or the name of a curvature.
         curvature_options: Options of its constructor; `form` and `sharing` are fields of the job, too.
         form: The form of K-FAC; None: the curvature's default.
         fisher: "empirical" or "sampled"; None: "sampled" if the curvature supports it.
