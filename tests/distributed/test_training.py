@@ -161,10 +161,10 @@ def started(folder, *arguments):
         command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     ) as process:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 180
             while checkpoint.latest(folder / "checkpoints") is None:
                 assert process.poll() is None, Path(log.name).read_text()
-                assert time.monotonic() < deadline, "no checkpoint within a minute"
+                assert time.monotonic() < deadline, "no checkpoint within three minutes"
                 time.sleep(0.05)
             yield process, Path(log.name)
         finally:

@@ -36,6 +36,6 @@ def soft_labels(targets: Tensor, classes: int, *, smoothing: float = 0.0, dtype:
     check_whole("classes", classes, 1, 2**31 - 1)
     within = not targets.numel() or (int(targets.min()) >= 0 and int(targets.max()) < classes)
     require(within, "targets", describe(targets), f"classes from 0 to {classes - 1}, as classes={classes}")
-    fits = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    require(fits, "dtype", dtype, "a floating point dtype")
+    fits = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    require(fits, "dtype", dtype, "a floating point dtype of at least 16 bits")
     return one_hot(targets.long(), classes).to(dtype).mul_(1 - smoothing).add_(smoothing / classes)
