@@ -128,6 +128,18 @@ _add(
     ("capture.capture:Capture._observe", "rows = rows.masked(counted)", "pass"),
 )
 _add(
+    "shared_inputs",
+    "A layer takes the Gram matrix of a tensor as it was before it was changed in place.",
+    "dense/test_shared_inputs.py::test_a_tensor_that_is_changed_in_place_is_another_one",
+    ("capture.sources:Source.is_of", " and self._version == tensor._version", ""),
+)
+_add(
+    "heads_in_the_middle",
+    "Matrices whose outputs other matrices read count as nearest to the loss.",
+    "test_heads.py::test_heads_are_found_when_the_optimizer_is_built",
+    ("preconditioner.heads:HeadCheck.inspect", "if node in below:", "if not nodes:"),
+)
+_add(
     "bias_correction",
     "Running averages are not divided by 1 - decay^t.",
     "dense/test_steps.py::test_running_average_with_bias_correction",
