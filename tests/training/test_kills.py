@@ -5,6 +5,7 @@ import random
 import signal
 import socket
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -98,7 +99,8 @@ def kill_at_random(folder: Path, ranks: int, rng: random.Random) -> None:
     processes = start(folder, ranks, resume=(folder / "config.json").exists())
     time.sleep(rng.uniform(0, LATEST))
     reported = progress(folder)
-    os.kill(rng.choice(processes).pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(rng.choice(processes).pid, signal.SIGKILL)
     time.sleep(rng.choice([0, 0.1]))
     end(processes)
     assert before <= reported <= progress(folder)
