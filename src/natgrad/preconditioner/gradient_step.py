@@ -116,12 +116,12 @@ class GradientStep:
         for some in together(entries, lambda entry: (entry.inner.device, None)):
             inner = [entry.inner for entry in some]
             finite = joined(inner).isfinite()
-            for entry, values in zip(some, parted(finite, inner), strict=True):
-                entry.finite = values
+            for entry, failed in zip(some, parted(~finite, inner), strict=True):
+                entry.failed = failed
             for entry in () if known_all(finite) else some:
-                entry.clear_(~entry.finite)
+                entry.clear_(entry.failed)
         counters = self._parts.failure_counters
-        counters.count_skipped_gradients([BlockFailures(entry.group, entry.blocks, ~entry.finite) for entry in entries])
+        counters.count_skipped_gradients([BlockFailures(entry.group, entry.blocks, entry.failed) for entry in entries])
         counters.count_bounded_gradients((entry.group, entry.blocks) for entry in entries)
         counters.record_levels([(entry.group, entry.members, entry.layer_levels) for entry in entries])
 

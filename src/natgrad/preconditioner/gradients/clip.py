@@ -85,7 +85,7 @@ class Clip:
         for some in together(clipped, lambda entry: (entry.inner.device, None)):
             inner, levels = joined([entry.inner for entry in some]), joined([entry.levels for entry in some])
             squares = joined([_squared_rates(entry, rates, layer_scale) for entry in some])
-            counts = joined([entry.finite for entry in some]) & (levels > Level.PLAIN)
+            counts = ~joined([entry.failed for entry in some]) & (levels > Level.PLAIN)
             totals.append(torch.where(counts, inner.abs() * squares, 0).sum())
         total = totals[0]
         for other in totals[1:]:

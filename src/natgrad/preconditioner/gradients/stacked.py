@@ -47,9 +47,11 @@ class GroupGradients:
         held: Instead of V, if the parameters are sharded and this rank is not a worker: the rows that it holds.
         inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not.
         levels: The `Level` of each block's layer ``[n]``.
-        finite: Whether the gradient of each block is finite ``[n]`` (bool).
+        failed: Whether the gradient of each block is not finite ``[n]`` (bool).
         device: The device of all of these.
         dtype: The dtype of the gradients.
+        counts: The number of blocks of each layer.
+        blocks: The blocks in the group, as an index.
     """
 
     group: BlockGroup
@@ -59,21 +61,13 @@ class GroupGradients:
     held: list[HeldRows] | None = None
     inner: Tensor = field(init=False)
     levels: Tensor = field(init=False)
-    finite: Tensor = field(init=False)
+    failed: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look up where and in which dtype the group computes, which depends on the parameters."""
+        """Look up once what depends on the group and the layers."""
         self.device, self.dtype = self.group.device, self.group.work_dtype
-
-    @property
-    def counts(self) -> list[int]:
-        """The number of blocks of each layer."""
-        return [member.stop - member.start for member in self.members]
-
-    @property
-    def blocks(self) -> slice | Tensor:
-        """The blocks in the group, as an index."""
-        return self.group.blocks_of(self.members)
+        self.counts = [member.stop - member.start for member in self.members]
+        self.blocks = self.group.blocks_of(self.members)
 
     @property
     def nbytes(self) -> int:
