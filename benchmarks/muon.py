@@ -1,7 +1,8 @@
 """Time `natgrad.NaturalMuon` beside torch's Muon and a lean one in float32: whole training steps of one process.
 
 ``python -m benchmarks.muon`` times a transformer encoder. Steps between refreshes and those of a refresh are timed
-apart, interleaved; the ratio is that of a cycle of ``--interval`` steps, one of which refreshes.
+apart, interleaved; the ratio is that of a cycle of ``--interval`` steps, one of which refreshes. Capture is what the
+forward and backward pass of a refresh take more than those of other steps, as a share of the cycle.
 """
 
 from __future__ import annotations
@@ -92,15 +93,20 @@ class Trainer:
         self.optimizer = METHODS[method](self.model)
 
     def cycle(self) -> dict[str, float]:
-        """Run one cycle; return the seconds of its refresh, and the mean of its other steps."""
-        laps = []
+        """Run one cycle; return the seconds of its refresh, the mean of its other steps, and those of their passes."""
+        passes, steps = [], []
         for _ in range(CYCLE):
             start = self.clock()
             self.model.zero_grad()
             torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.labels))
+            passes.append(self.clock() - start)
             self.optimizer.step()
-            laps.append(self.clock() - start)
-        return {"refresh": laps[0], "plain": sum(laps[1:]) / (CYCLE - 1)}
+            steps.append(self.clock() - start)
+        return {
+            "refresh": steps[0],
+            "plain": sum(steps[1:]) / (CYCLE - 1),
+            "capture": passes[0] - sum(passes[1:]) / (CYCLE - 1),
+        }
 
 
 def main(
@@ -119,7 +125,8 @@ def main(
     trainers = {name: Trainer(workload, name, chosen, where) for name in METHODS}
     times = interleave({name: one.cycle for name, one in trainers.items()}, rounds=rounds, title=workload.title)
     whole = {name: (times[f"{name}/refresh"] + (interval - 1) * times[f"{name}/plain"]) / interval for name in METHODS}
-    table = Table("method", "step / AdamW's", "step / torch's Muon", "step / Muon's, float32", "refresh / plain")
+    columns = "step / AdamW's", "step / torch's Muon", "step / Muon's, float32", "refresh / plain", "capture"
+    table = Table("method", *columns)
     rows = {}
     for name in METHODS:
         rows[name] = {
@@ -127,6 +134,7 @@ def main(
             "torch.optim.Muon": median(whole[name] / whole["torch.optim.Muon"]),
             "Muon, float32": median(whole[name] / whole["Muon, float32"]),
             "refresh over plain": median(times[f"{name}/refresh"] / times[f"{name}/plain"]),
+            "share of capture": median(times[f"{name}/capture"] / (interval * whole[name])),
         }
         table.add_row(name, *(f"{value:.3f}" for value in rows[name].values()))
     Console().print(workload.title)
