@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
+from natgrad.distributed import positions
 from natgrad.preconditioner import skipped_steps
 from tests.distributed.jobs import Job, Training, batch, network, share
 
@@ -254,8 +256,10 @@ def replace_the_exception_hook():
     def earlier(kind, error, traceback):
         seen.append(error)
 
-    before, sys.excepthook = sys.excepthook, earlier
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "excepthook", earlier)
+        patch.setattr(positions, "_replaced", None)  # process groups of other tests may still exist
+        patch.setattr(positions, "_publishing", weakref.WeakSet())
         training = Training(job("comm-opt", "ddp"))
         training.step(0)
         assert sys.excepthook is not earlier
@@ -266,8 +270,6 @@ def replace_the_exception_hook():
         dist.destroy_process_group()
         gc.collect()
         return seen == [error], text, sys.excepthook is earlier
-    finally:
-        sys.excepthook = before
 
 
 def test_the_hook_of_exceptions_calls_the_one_before_and_is_removed(ranks):
