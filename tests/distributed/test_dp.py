@@ -261,7 +261,9 @@ def watch_what_hooks_keep(curvature):
     [(x, y)] = case.inputs(3, dist.get_rank())
     with (
         mock.patch.object(
-            capture, "Saved", side_effect=lambda tensor: kept.append(tuple(tensor.shape)) or saved(tensor)
+            capture,
+            "Saved",
+            side_effect=lambda tensor, *source: kept.append(tuple(tensor.shape)) or saved(tensor, *source),
         ),
         mock.patch.object(capture, "LayerCall", side_effect=lambda *a, **k: uses.append(a[0].name) or use(*a, **k)),
         mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as differentiated,
