@@ -16,13 +16,13 @@ LIMIT = 2**26
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 def test_a_training_is_that_without_pieces(make, monkeypatch):
     whole, cut = Training(make), Training(make)
-    computed, solved = BlockGroup.computed, []
+    live_averages, solved = BlockGroup.live_averages, []
 
     def counted(group, blocks):
         solved.append(len(range(group.size)[blocks]) if isinstance(blocks, slice) else len(blocks))
-        return computed(group, blocks)
+        return live_averages(group, blocks)
 
-    monkeypatch.setattr(BlockGroup, "computed", counted)
+    monkeypatch.setattr(BlockGroup, "live_averages", counted)
     for training, most in ((whole, LIMIT), (cut, 1)):
         monkeypatch.setattr(block_group, "_PIECE", most)
         torch.manual_seed(2)
