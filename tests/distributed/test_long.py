@@ -11,6 +11,7 @@ def train_on_ranks(steps):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_memory_is_flat_on_ranks(ranks):
     for found in ranks.run(2, train_on_ranks, STEPS, limit=3600):
         check(found)

@@ -107,6 +107,7 @@ def kill_at_random(folder: Path, ranks: int, rng: random.Random) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kills_lose_nothing_that_was_saved(tmp_path, ranks):
     """Half of the kills on one rank, half on two; a run that has ended is begun again in another folder."""

@@ -62,6 +62,7 @@ def check(found):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("optimizer_of", [preconditioned, natural_muon])
 def test_memory_is_flat(optimizer_of):
     check(measure(optimizer_of, STEPS))
