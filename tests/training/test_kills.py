@@ -5,7 +5,6 @@ import random
 import signal
 import socket
 import time
-from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -93,17 +92,21 @@ def progress(folder):
     return (saved_step(folder) or 0) if (folder / "config.json").exists() else 0
 
 
-def kill_at_random(folder: Path, ranks: int, rng: random.Random) -> None:
-    """Start or resume a run, and kill one or all of its ranks; check that what it had saved is still there."""
+def kill_at_random(folder: Path, ranks: int, rng: random.Random) -> bool:
+    """Start or resume a run, and kill one or all of its ranks; check that what it had saved is still there.
+
+    Returns whether the run had not ended by then.
+    """
     before = progress(folder)
     processes = start(folder, ranks, resume=(folder / "config.json").exists())
     time.sleep(rng.uniform(0, LATEST))
     reported = progress(folder)
-    with suppress(ProcessLookupError):  # it has ended
-        os.kill(rng.choice(processes).pid, signal.SIGKILL)
+    killed = rng.choice(processes)
+    killed.kill()
     time.sleep(rng.choice([0, 0.1]))
     end(processes)
     assert before <= reported <= progress(folder)
+    return killed.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -119,7 +122,6 @@ def test_kills_lose_nothing_that_was_saved(tmp_path, ranks):
     while kills > 0:
         folder, number = tmp_path / str(number), number + 1
         while kills > 0 and progress(folder) < EPOCHS * STEPS:
-            kill_at_random(folder, ranks, rng)
-            kills -= 1
+            kills -= kill_at_random(folder, ranks, rng)
         finish(folder, ranks)
         assert_equal(final_state(folder), expected)
