@@ -7,7 +7,7 @@ from tests.training.test_long import STEPS, check, measure, preconditioned
 
 
 def train_on_ranks(steps):
-    return measure(lambda model: preconditioned(DistributedDataParallel(model)), steps)
+    return measure(preconditioned, steps, DistributedDataParallel)
 
 
 @pytest.mark.slow

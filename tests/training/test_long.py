@@ -19,10 +19,10 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(optimizer_of, steps):
+def measure(optimizer_of, steps, wrap=lambda model: model):
     """Train; return the resident bytes and the number of Python objects after a tenth of the steps, and at the end."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
     take_step = optimizer_of(model)
     x, y = torch.randn(16, 4), torch.randint(3, (16,))
     found = []
