@@ -198,6 +198,7 @@ def compare(
     rate: Annotated[str, typer.Option(help="Of the link between two nodes.")] = "200mbit",
 ) -> None:
     """Measure, print the tables, and add them to benchmarks/results/against.json."""
+    torch.set_num_threads(1)  # as in the processes that are started
     runs: dict[Part, Callable[[Mapping[str, Path], Name], dict[str, float]]] = {
         "step": lambda sources, name: compare_steps(sources, name, rounds, clock),
         "memory": lambda sources, name: compare_memory(sources, name, rounds),
