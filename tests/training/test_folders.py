@@ -265,3 +265,24 @@ def test_a_point_that_natgrad_did_not_write_is_named_with_its_line(tmp_path):
     file.write_text(file.read_text() + '{"epoch": 2}\n')
     with pytest.raises(FileError, match=r"metrics\.jsonl, line 2: "):
         read_points(file)
+
+
+def test_a_configuration_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A loss of power after a resume leaves the old configuration or the new one."""
+    train(JOB, Output(folder=tmp_path))
+    changes, synced, renamed = [], os.fsync, os.replace
+
+    def fsync(descriptor):
+        changes.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        synced(descriptor)
+
+    def replace_(source, target):
+        changes.append(("rename", str(source)))
+        renamed(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace_)
+    train(replace(JOB, steps=14), Output(folder=tmp_path), resume=True)
+    partial = str(tmp_path / ".config.json.partial")
+    place = changes.index(("rename", partial))
+    assert changes[place - 1 : place + 2] == [("sync", partial), ("rename", partial), ("sync", str(tmp_path))]

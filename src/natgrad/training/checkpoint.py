@@ -17,6 +17,7 @@ import torch.distributed as dist
 from natgrad.errors import NatgradError, NatgradWarning
 
 from . import old_checkpoint, tensor_file
+from .files import sync
 
 _STEP, _PARTIAL, _REMOVED = "step-", ".partial", ".replaced"
 _COMPLETE = re.compile(rf"{_STEP}\d{{9,}}")
@@ -66,7 +67,7 @@ def save(folder: Path, step: int, state: Mapping[str, Any], run: str | None = No
         partial.mkdir(parents=True, exist_ok=True)
         for name, part in parts.items():
             tensor_file.write(partial / name, part)
-            _sync(partial / name)
+            sync(partial / name)
             digests[name] = _digest(partial / name)
     except Exception as error:  # all ranks must know
         problem = _described(error)
@@ -206,8 +207,8 @@ def _write_digests(partial: Path, digests: Mapping[str, str]) -> None:
     lines = [f"# {len(digests)} files of a natgrad checkpoint"]
     lines += [f"{digest}  {name}" for name, digest in sorted(digests.items())]
     (partial / _DIGESTS).write_text("\n".join(lines) + "\n")
-    _sync(partial / _DIGESTS)
-    _sync(partial)
+    sync(partial / _DIGESTS)
+    sync(partial)
 
 
 def _read_digests(path: Path) -> dict[str, str]:
@@ -238,7 +239,7 @@ def _complete(partial: Path, path: Path, run: str | None) -> None:
         if path.exists():
             _remove(path, run)
         partial.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     names = complete(path.parent, run)
     kept = [each for each in names if each <= path][-_KEPT:]
     for other in names:  # later ones were damaged, so that the run went on from an earlier one
@@ -322,15 +323,6 @@ def _is_of(path: Path, run: str) -> bool:
 def _suffix(run: str | None) -> str:
     """Return the end of the names of a run's incomplete checkpoints."""
     return f".{run}{_PARTIAL}" if run else _PARTIAL
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _described(error: Exception) -> str:

@@ -22,8 +22,17 @@ class FileError(NatgradError):
     """A file that is damaged, or was not written by natgrad."""
 
 
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def replace_text(path: Path, text: str) -> None:
-    """Replace the text of a file atomically.
+    """Replace the text of a file atomically; the new text is on the disk when this returns.
 
     Raises:
         OSError: It could not be written, for example on a full disk. The error names the file, which is unchanged.
@@ -32,7 +41,9 @@ def replace_text(path: Path, text: str) -> None:
     with _named(path):
         try:
             partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+            sync(partial)
             partial.replace(path)
+            sync(path.parent)
         except OSError:
             partial.unlink(missing_ok=True)
             raise
