@@ -1,6 +1,8 @@
+import itertools
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -188,3 +190,29 @@ app(["train", "digits", "--steps", "2", "--out", {str(folder)!r}])
     assert "without a checkpoint" in done.stderr
     assert "the end of the run could not be saved; there was no checkpoint yet" in done.stdout
     assert not list((folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("before", [3, 10])
+def test_a_stopped_run_ends_where_it_was_stopped(tmp_path, monkeypatch, before):
+    """With as many steps as it has done, in its first epoch or later: the end is evaluated as that of any run."""
+    folder, asked = tmp_path / "run", itertools.count(1)
+
+    @contextmanager
+    def stop_requests():
+        yield lambda: next(asked) >= before - 1  # the answer is read a step later
+
+    arguments = ("train", "tabular", "--optimizer", "sgd", "--lr", "0.1")
+    with monkeypatch.context() as patch:
+        patch.setattr("natgrad.training.run.stop_requests", stop_requests)
+        stopped = run(*arguments, "--steps", "21", "--out", folder)
+    assert stopped.exit_code == 130, stopped.output
+    assert f"the checkpoint is of step {before};" in stopped.output
+    done = run("train", "--resume", folder, "--steps", before)
+    assert done.exit_code == 0, done.output
+    assert f"after {before} steps" in done.output
+    straight = run(*arguments, "--steps", before, "--out", tmp_path / "straight")
+    assert straight.exit_code == 0, straight.output
+    points, expected = (read_points(path / "metrics.jsonl") for path in (folder, tmp_path / "straight"))
+    assert [(point.step, point.loss, point.metric) for point in points] == [
+        (point.step, point.loss, point.metric) for point in expected
+    ]

@@ -228,7 +228,7 @@ def train(
         _report(job, folder, result)
     if result is None or result.status == "stopped":
         raise typer.Exit(INTERRUPTED)
-    if result.status == "diverged" or not _is_kept(folder, result):
+    if result.status == "diverged" or not _is_kept(job, folder):
         raise typer.Exit(1)
 
 
@@ -328,11 +328,11 @@ def _continuation(folder: Path) -> str:
     return f"the checkpoint is of step {step}; continue with: natgrad train --resume {folder}"
 
 
-def _is_kept(folder: Path, result: Result) -> bool:
+def _is_kept(job: Job, folder: Path) -> bool:
     """Return whether the end of a finished run was saved."""
     from natgrad.training.run import saved_step
 
-    return saved_step(folder) == result.points[-1].step
+    return saved_step(folder) == job.total_steps
 
 
 def _report(job: Job, folder: Path, result: Result | None) -> None:
@@ -362,6 +362,6 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
         console.print(f"stopped; {_continuation(folder)}", style="yellow")
     elif result and result.status == "diverged":
         console.print("diverged: the loss or the metric is no longer a number", style="red")
-    elif result and not _is_kept(folder, result):
+    elif not _is_kept(job, folder):
         console.print(f"the end of the run could not be saved; {_continuation(folder)}", style="red")
     console.print(f"kept in {folder}: config.json, metrics.jsonl, checkpoints, curves.svg")
