@@ -29,9 +29,9 @@ from .world import StepMessages, StepSummary, World
 
 _EVALUATION_BATCH = 512
 
-# The time without a checkpoint after which a pass is interrupted to save one. It leaves a minute to the step under way
-# and to writing, so that there is a first checkpoint after five minutes.
-_LONGEST_WITHOUT_CHECKPOINT = 240.0
+# The time without a checkpoint after which a pass is interrupted to save one. It leaves two minutes to the step or
+# evaluation under way, the step after it and writing, so that there is a first checkpoint after five minutes.
+_LONGEST_WITHOUT_CHECKPOINT = 180.0
 
 
 class Observer(Protocol):
@@ -78,8 +78,9 @@ class Training:
         observer: Receives the progress of the run.
         stop: Called after each step; returns whether this rank should stop.
         save: Called by every rank when a checkpoint is due; None for no checkpoints.
-        save_seconds: The least time between two checkpoints; the end of the run and a stop always save. Within a pass
-            a checkpoint is saved if there has been none for four minutes; after the first, for `save_seconds` too.
+        save_seconds: The least time between two checkpoints; the end of the run and a stop always save. The first one
+            is saved after three minutes at the latest, also within a pass; later ones within a pass if there has been
+            none for `save_seconds` and three minutes.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ class Training:
     def run(self) -> Result:
         """Train until the end, a stop or a divergence."""
         status: Status = "finished"
-        while status == "finished" and self.position.step < self.total_steps:
+        # A run that was stopped within a pass and has no steps left still lacks the evaluation of its end.
+        while status == "finished" and (self.position.step < self.total_steps or self.position.samples):
             status = self._pass()
         if status == "stopped" and self.position.step == self.total_steps:
             status = "finished"
@@ -315,7 +317,7 @@ class Training:
         metric = self._metric()
         if not isfinite(metric):
             return "diverged"
-        due = self._is_due(self._save_seconds)
+        due = self._is_due(min(self._save_seconds, self._unsaved_seconds))
         peak, due_anywhere = self.world.maxima(memory.peak_bytes(self.world.device), due)
         point = Point(
             epoch=position.epoch,

@@ -43,7 +43,7 @@ class Output:
     Attributes:
         folder: The folder of configuration, metrics and checkpoints, new or empty unless the run is resumed; None: no
             files.
-        save_seconds: The least time between two checkpoints; the first comes within five minutes.
+        save_seconds: The least time between two checkpoints; the first comes after three minutes at the latest.
         show: Whether to show the run on the terminal.
 
     Raises:
