@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from natgrad import NatgradWarning
+from natgrad.errors import NatgradError
 from natgrad.training import checkpoint
+from natgrad.training.files import FileError
 
 
 def state(step, rank):
@@ -150,3 +152,44 @@ def saved_apart(folder):
 def test_ranks_that_write_to_different_folders_are_told_so(ranks, tmp_path):
     for message in ranks.run(2, saved_apart, tmp_path):
         assert "rank 0 does not see rank-1.safetensors: all ranks must write to the same folder" in message
+
+
+def restored(folder, error):
+    """Restore the newest state, of which rank 1 cannot restore its own of step 2."""
+    tried = []
+
+    def restore(path, state):
+        tried.append(checkpoint.step_of(path))
+        if dist.get_rank() == 1 and tried[-1] == 2:
+            raise error
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            checkpoint.load_latest(folder, None, restore)
+        except NatgradError as problem:
+            return tried, str(problem), len(found)
+    return tried, "".join(str(one.message) for one in found if one.category is NatgradWarning), None
+
+
+def test_a_state_that_one_rank_cannot_restore_is_used_by_none(ranks, folder):
+    (tried, message, _), (others, nothing, _) = ranks.run(2, restored, folder, KeyError("seed"))
+    assert tried == others == [2, 1]
+    assert "step-000000002 does not hold the state of this run: KeyError: 'seed'" in message
+    assert message.endswith("the run goes on from the checkpoint of step 1")
+    assert not nothing
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (RuntimeError("out of memory"), "step-000000002 could not be loaded: RuntimeError: out of memory; try again"),
+        (FileError("config.json, line 3: seed=1"), "config.json, line 3: seed=1"),
+    ],
+    ids=["no memory", "another setting"],
+)
+def test_what_is_no_fault_of_the_state_ends_on_all_ranks(ranks, folder, error, named):
+    for tried, message, warned in ranks.run(2, restored, folder, error):
+        assert tried == [2]
+        assert message.startswith(named) or f"checkpoint {folder}/{named}" in message
+        assert not warned

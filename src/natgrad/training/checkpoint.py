@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
@@ -37,7 +37,7 @@ class CheckpointError(NatgradError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is damaged or incomplete."""
+    """A checkpoint is damaged or incomplete, or holds something else than the state of the run."""
 
 
 def save(folder: Path, step: int, state: Mapping[str, Any], run: str | None = None) -> None:
@@ -132,20 +132,25 @@ def load(path: Path) -> dict[str, Any]:
         state = _read(path, *_place())
     except Exception as error:  # a damaged file can raise anything
         found = _problem(path, error)
-    problems = [each for each in _gathered(found) if each is not None]
-    # Some ranks may find damage where others cannot read: only what all could read is damaged.
-    problems.sort(key=lambda problem: isinstance(problem, DamagedError))
-    if problems:
-        raise problems[0]
+    _raise_on_all(found)
     return state
 
 
-def load_latest(folder: Path, run: str | None = None) -> dict[str, Any]:
+def load_latest(
+    folder: Path, run: str | None = None, restore: Callable[[Path, dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
     """Read the newest checkpoint of a run in a folder that is not damaged. Collective.
 
+    Args:
+        folder: The folder of checkpoints.
+        run: The identity of the run.
+        restore: Restores a state, and is called with each checkpoint and its state until one can be restored. A state
+            with missing or wrong values counts as damaged. A `NatgradError` that it raises on a rank, which may be a
+            setting of the user's, is raised on all ranks.
+
     Raises:
-        CheckpointError: There is none, or a newer one could not be read for another reason than damage. Raised on all
-            ranks.
+        CheckpointError: There is none, or a newer one could not be read or restored for another reason than damage.
+            Raised on all ranks.
 
     Warns:
         NatgradWarning: On rank 0, of each newer checkpoint that is damaged.
@@ -155,6 +160,8 @@ def load_latest(folder: Path, run: str | None = None) -> dict[str, Any]:
     for path in reversed(paths):
         try:
             state = load(path)
+            if restore is not None:
+                _restore(path, state, restore)
         except DamagedError as error:
             problems.append(str(error))
             continue
@@ -289,6 +296,28 @@ def _problem(path: Path, error: Exception) -> CheckpointError:
     )
 
 
+def _restore(path: Path, state: dict[str, Any], restore: Callable[[Path, dict[str, Any]], None]) -> None:
+    """Restore the state in a checkpoint. Collective.
+
+    Raises:
+        DamagedError: The state lacks values, or has wrong ones. Raised on all ranks.
+        NatgradError: It could not be restored for another reason. Raised on all ranks.
+    """
+    found: NatgradError | None = None
+    try:
+        restore(path, state)
+    except NatgradError as error:
+        found = error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        found = DamagedError(f"checkpoint {path} does not hold the state of this run: {_described(error)}")
+    except Exception as error:  # among them RuntimeError, which may be a lack of memory
+        found = CheckpointError(
+            f"checkpoint {path} could not be loaded: {_described(error)}; try again, or remove this checkpoint to go "
+            "on from the one before"
+        )
+    _raise_on_all(found)
+
+
 def _digest(path: Path) -> str:
     digest = sha256()
     with path.open("rb") as file:
@@ -344,3 +373,12 @@ def _gathered(value: Any) -> list[Any]:
     if ranks > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def _raise_on_all(found: NatgradError | None) -> None:
+    """Raise on all ranks what some have found. Collective."""
+    problems = [each for each in _gathered(found) if each is not None]
+    # Some ranks may find damage where others cannot read: only what all could read is damaged.
+    problems.sort(key=lambda problem: isinstance(problem, DamagedError))
+    if problems:
+        raise problems[0]

@@ -168,13 +168,7 @@ class Training:
         return {**shared, **trained, "ranks": {str(self.world.rank): own}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`.
-
-        Raises:
-            ValueError: It is the state of another job.
-        """
-        if "job" in state:  # earlier versions did not save it
-            self._check_job(json.loads(state["job"]))
+        """Restore a state from `state_dict`, which `check_job` has accepted."""
         own = state.get("ranks", {}).get(str(self.world.rank))
         trained = state if self.averager is None else own
         self.model.load_state_dict(trained["model"])
@@ -195,7 +189,13 @@ class Training:
             if self.world.device.type == "cuda" and "cuda" in own:
                 torch.cuda.set_rng_state(own["cuda"])
 
-    def _check_job(self, saved: dict[str, Any]) -> None:
+    def check_job(self, state: dict[str, Any]) -> None:
+        """Check that a state from `state_dict` is one of this job.
+
+        Raises:
+            ValueError: It is the state of another job.
+        """
+        saved = json.loads(state.get("job", "{}"))  # earlier versions did not save it
         for name, value in self.job.to_json().items():
             same = name in CHANGEABLE or name not in saved or value == saved[name]
             require(same, name, value, f"{saved.get(name)!r}, as in the checkpoint")

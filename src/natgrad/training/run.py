@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,6 +151,12 @@ def _read_configuration(folder: Path) -> tuple[Job, str]:
         raise FileError(f"{path}{_line_of(error.name, path)}: {error}") from error
 
 
+def _write_configuration(folder: Path, job: Job, run: str) -> None:
+    """Write the configuration of a run."""
+    identity = {_IDENTITY: run} if run else {}
+    replace_text(folder / CONFIGURATION, json.dumps({**job.to_json(), **identity}, indent=2) + "\n")
+
+
 def _line_of(field: str, path: Path) -> str:
     """Return the line of a field in a configuration, as text for a message; empty if it has none of its own."""
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
@@ -176,8 +183,7 @@ def _claimed(output: Output, job: Job, *, resume: bool) -> Iterator[tuple[_Place
         checkpoint.clean(folder / CHECKPOINTS, run)
         if done is None:
             (folder / METRICS).unlink(missing_ok=True)
-        identity = {_IDENTITY: run} if run else {}
-        replace_text(folder / CONFIGURATION, json.dumps({**job.to_json(), **identity}, indent=2) + "\n")
+            _write_configuration(folder, job, run)
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
         if done is None and not is_new and output.show:
             print(f"{folder} holds no checkpoint yet: the run starts afresh", flush=True)
@@ -279,15 +285,21 @@ def _save(place: _Place, world: World, training: Training) -> None:
 
 
 def _restore(training: Training, place: _Place, world: World) -> None:
-    """Load the newest checkpoint that is not damaged, and remove later points from the metrics."""
-    state = checkpoint.load_latest(place.folder / CHECKPOINTS, place.run)
-    try:
-        training.load_state_dict(state)
-    except ArgumentError as error:
-        path = place.folder / CONFIGURATION
-        raise FileError(f"{path}{_line_of(error.name, path)}: {error}") from error
+    """Load the newest checkpoint that is not damaged, and change the configuration and metrics accordingly."""
+    checkpoint.load_latest(place.folder / CHECKPOINTS, place.run, partial(_load, training, place))
     if world.is_leader:
+        _write_configuration(place.folder, training.job, place.run)
         write_points(place.folder / METRICS, training.points)
+
+
+def _load(training: Training, place: _Place, path: Path, state: dict[str, Any]) -> None:
+    """Load the state in a checkpoint."""
+    try:
+        training.check_job(state)
+    except ArgumentError as error:
+        configuration = place.folder / CONFIGURATION
+        raise FileError(f"{configuration}{_line_of(error.name, configuration)}: {error}") from error
+    training.load_state_dict(state)
 
 
 class _Recorder:
