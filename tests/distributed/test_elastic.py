@@ -10,7 +10,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
+from natgrad.cli import app
 from natgrad.training.job import Job
 from natgrad.training.result import read_points
 from natgrad.training.run import Output, read_job, train
@@ -92,16 +94,21 @@ def test_an_elastic_restart_with_another_number_of_ranks(tmp_path, before, after
 
 
 @pytest.mark.slow
-def test_daso_goes_on_with_fewer_nodes(tmp_path):
-    port, options = free_port(), ("--averaging=daso", "--batch-size=60")
+def test_daso_goes_on_with_fewer_nodes_and_with_one_that_comes_back(tmp_path):
+    """Without a warm-up, so that nodes differ between two averages, where one that joins stops them."""
+    port, options = free_port(), ("--averaging=daso", "--batch-size=60", "--warmup-epochs=0")
     with ExitStack() as stack:
         agents = [stack.enter_context(agent(tmp_path, port, 1, number, *options, nodes="2:3")) for number in range(3)]
         reported = wait_for(tmp_path, 3, 5, agents)
         kill(agents.pop())
-        points = wait_for(tmp_path, 2, 5, agents)
+        fewer = wait_for(tmp_path, 2, 5, agents)
+        agents.append(stack.enter_context(agent(tmp_path, port, 1, 2, *options, nodes="2:3")))
+        points = wait_for(tmp_path, 3, 5, agents)
     assert [point.epoch for point in points] == list(range(1, len(points) + 1))
     assert points[: len(reported)] == reported
-    assert points[-1].averaging["nodes"] == "2 nodes"
+    assert points[: len(fewer)] == fewer
+    assert [each[-1].averaging["nodes"] for each in (reported, fewer, points)] == ["3 nodes", "2 nodes", "3 nodes"]
+    assert points[-1].averaging["phase"] == "cycling"
 
 
 def test_a_command_that_torchrun_restarts_resumes(tmp_path, monkeypatch):
@@ -115,3 +122,21 @@ def test_a_command_that_torchrun_restarts_resumes(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     points = train(replace(job, epochs=2), Output(folder=tmp_path / "run")).points
     assert [point.epoch for point in points] == [1, 2]
+
+
+def test_a_run_with_daso_that_lost_all_nodes_but_one_names_its_checkpoint(tmp_path, monkeypatch):
+    """It starts again on one node, where DASO has nothing to average, and says what goes on from where."""
+    folder = tmp_path / "run"
+    train(Job(task="tabular", averaging="daso", nodes=2, workers=2, epochs=1), Output(folder=folder))
+    before = (folder / "config.json").read_bytes()
+    port = str(free_port())
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**variables, "MASTER_PORT": port, "TORCHELASTIC_MAX_RESTARTS": "3"}.items():
+        monkeypatch.setenv(name, value)
+    for arguments in (("tabular", "--averaging", "daso", "--epochs", "1", "--out"), ("--resume",)):
+        done = CliRunner().invoke(app, ["train", *arguments, str(folder)])
+        assert done.exit_code == 2, done.output
+        assert done.stderr.count("\n") == 1
+        assert "--nodes=1 is not allowed: --nodes must be at least 2" in done.stderr
+        assert f"to continue from {folder / 'checkpoints' / 'step-000000007'}" in done.stderr
+        assert (folder / "config.json").read_bytes() == before

@@ -256,7 +256,11 @@ def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
         require(name not in given, name, ctx.params[name], f"left out: {job.recipe} is fitted to the length of the run")
     if "epochs" in given or "steps" in given:
         job = replace(job, epochs=ctx.params["epochs"], steps=ctx.params["steps"])
-    return replace(job, workers=_ranks(ctx.params["workers"] if "workers" in given else job.workers))
+    workers = _ranks(ctx.params["workers"] if "workers" in given else job.workers)
+    size = job.workers // (job.nodes or job.workers)
+    if job.nodes is not None and size > 0 and workers % size == 0:  # nodes keep their number of ranks
+        job = replace(job, nodes=workers // size)
+    return replace(job, workers=workers)
 
 
 def _given(ctx: typer.Context) -> list[str]:

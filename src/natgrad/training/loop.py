@@ -81,6 +81,8 @@ class Training:
         save_seconds: The least time between two checkpoints; the end of the run and a stop always save. The first one
             is saved after three minutes at the latest, also within a pass; later ones within a pass if there has been
             none for `save_seconds` and three minutes.
+        is_elastic: Whether the run may be continued with another number of nodes: DASO then synchronizes them before
+            each checkpoint, so that any number of nodes can load it.
     """
 
     def __init__(
@@ -92,11 +94,13 @@ class Training:
         stop: Callable[[], bool],
         save: Callable[[Training], None] | None = None,
         save_seconds: float = 30.0,
+        is_elastic: bool = False,
     ) -> None:
         """Build data, model, optimizer and preconditioner from the job's seed."""
         self.job, self.world, self.task = job, world, job.build_task()
         self.position, self.points = RunProgress(), list[Point]()
         self._observer, self._stop, self._save, self._save_seconds = observer, stop, save, save_seconds
+        self._is_elastic = is_elastic
         self._saved_at, self._unsaved_seconds = perf_counter(), _LONGEST_WITHOUT_CHECKPOINT
 
         self._train, self._test = self.task.datasets()
@@ -124,6 +128,19 @@ class Training:
 
     def run(self) -> Result:
         """Train until the end, a stop or a divergence."""
+        try:
+            status = self._run_passes()
+        except DivergedError:  # when nodes are synchronized for a checkpoint
+            status = "diverged"
+        return Result(
+            status=status,
+            points=self.points,
+            preconditioner=_plain(self.preconditioner.metrics()) if self.preconditioner else {},
+            traffic=dict(self.preconditioner.traffic()) if self.preconditioner else {},
+        )
+
+    def _run_passes(self) -> Status:
+        """Train until the end, a stop or a divergence, and save the last checkpoint."""
         status: Status = "finished"
         # A run that was stopped within a pass and has no steps left still lacks the evaluation of its end.
         while status == "finished" and (self.position.step < self.total_steps or self.position.samples):
@@ -131,13 +148,8 @@ class Training:
         if status == "stopped" and self.position.step == self.total_steps:
             status = "finished"
         if self._save is not None and status != "diverged":
-            self._save(self)
-        return Result(
-            status=status,
-            points=self.points,
-            preconditioner=_plain(self.preconditioner.metrics()) if self.preconditioner else {},
-            traffic=dict(self.preconditioner.traffic()) if self.preconditioner else {},
-        )
+            self._save_checkpoint()
+        return status
 
     def share(self) -> float:
         """Return the preconditioner's share of the training time."""
@@ -170,7 +182,7 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`, which `check_job` has accepted."""
         own = state.get("ranks", {}).get(str(self.world.rank))
-        trained = state if self.averager is None else own
+        trained = state if self.averager is None else self._own_or_first(own)
         self.model.load_state_dict(trained["model"])
         optimizer = trained["optimizer"]
         # Earlier versions saved integer keys as strings.
@@ -188,6 +200,24 @@ class Training:
             torch.set_rng_state(own["cpu"])
             if self.world.device.type == "cuda" and "cuda" in own:
                 torch.cuda.set_rng_state(own["cuda"])
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Return whether the ranks of this run can load a state. Collective.
+
+        With averaging each rank has a state of its own. Other ranks can load it if all nodes were equal.
+        """
+        saved, here = json.loads(state.get("job", "{}")), self.job.to_json()
+        if self.averager is None or all(saved.get(name, here[name]) == here[name] for name in ("workers", "nodes")):
+            return True
+        own = state.get("ranks", {}).get(str(self.world.rank))
+        differs = own is not None and not own.get("averager", {}).get("equal", False)
+        return not self.world.maxima(differs)[0]
+
+    def _own_or_first(self, own: Any) -> Any:
+        """Return this rank's state, or that of rank 0 on a rank of an additional node. Collective."""
+        is_missing = self.world.maxima(own is None)[0] > 0
+        first = self.world.agree(own) if is_missing else None
+        return first if own is None else own
 
     def check_job(self, state: dict[str, Any]) -> None:
         """Check that a state from `state_dict` is one of this job.
@@ -254,6 +284,8 @@ class Training:
     def _save_checkpoint(self) -> None:
         """Save a checkpoint. Collective."""
         assert self._save is not None
+        if self._is_elastic and isinstance(self.averager, DASO) and self.position.batch:  # within a pass
+            self.averager.synchronize()
         self._save(self)
         self._saved_at = perf_counter()
         self._unsaved_seconds = max(self._save_seconds, _LONGEST_WITHOUT_CHECKPOINT)

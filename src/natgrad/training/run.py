@@ -80,16 +80,18 @@ def train(
     Raises:
         ValueError: A setting is not allowed, the job does not fit the task's data, the folder holds another run or
             other files, or another process uses it. No file has changed.
-        FileError: The folder's configuration is damaged.
+        FileError: The folder's configuration is damaged, or was changed by hand.
+        CheckpointError: No checkpoint can be loaded on these ranks. Configuration and checkpoints are unchanged.
         RankError: A rank failed; the newest checkpoint is kept.
         StoppedError: A signal stopped the ranks started here, after they saved a checkpoint.
     """
     if interface is not None:
         check_interface(interface)
-    job = job.resolved()
-    rehearse(job)
     is_leader = int(os.environ.get("RANK", 0)) == 0
     resume = resume or (output.folder is not None and _may_be_restarted() and (output.folder / CONFIGURATION).exists())
+    with _newest_named(output.folder if resume else None):
+        job = job.resolved()
+        rehearse(job)
     claim = (
         _claimed(output, job, resume=resume) if output.folder is not None and is_leader else nullcontext((None, None))
     )
@@ -116,8 +118,26 @@ def saved_step(folder: Path) -> int | None:
         ValueError: The folder holds no run.
         FileError: The configuration is damaged.
     """
-    path = checkpoint.latest(folder / CHECKPOINTS, _read_configuration(folder)[1])
+    path = _newest(folder)
     return checkpoint.step_of(path) if path else None
+
+
+def _newest(folder: Path) -> Path | None:
+    """Return a run's newest checkpoint that is not damaged, or None if there is none."""
+    return checkpoint.latest(folder / CHECKPOINTS, _read_configuration(folder)[1])
+
+
+@contextmanager
+def _newest_named(folder: Path | None) -> Iterator[None]:
+    """Name the newest checkpoint in a folder in errors of arguments, which may be those of another number of ranks."""
+    try:
+        yield
+    except ArgumentError as error:
+        path = _newest(folder) if folder is not None else None
+        if path is None:
+            raise
+        continues = f"{error.allowed}; start again with an allowed value to continue from {path}"
+        raise ArgumentError(error.name, error.value, continues) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +234,12 @@ def _check(folder: Path, job: Job, *, resume: bool) -> str | None:
 
 
 def _check_ranks(folder: Path, job: Job, stored: Job) -> None:
-    """Check that each rank of a job with averaging has a state of its own in the checkpoints of a run."""
+    """Check that each rank of a job with averaging has a state of its own in the checkpoints of a run.
+
+    DASO goes on with other numbers of nodes, if the checkpoint was saved when they were equal: see `Training.fits`.
+    """
     place = f"the checkpoints in {folder / CHECKPOINTS} have a state for each rank"
-    if job.averaging == "daso" and job.workers < stored.workers:  # whole nodes, and only after the end of an epoch
+    if job.averaging == "daso":
         size = stored.workers // (stored.nodes or 1)
         same = job.workers == size * (job.nodes or 1)
         require(same, "workers", job.workers, f"{size} for each node, as before: {place}")
@@ -266,6 +289,7 @@ def _train(
         stop=stop,
         save=partial(_save, place, world) if place else None,
         save_seconds=output.save_seconds,
+        is_elastic=_may_be_restarted(),
     )
     if place and place.has_checkpoint:
         _restore(training, place, world)
@@ -299,6 +323,13 @@ def _load(training: Training, place: _Place, path: Path, state: dict[str, Any]) 
     except ArgumentError as error:
         configuration = place.folder / CONFIGURATION
         raise FileError(f"{configuration}{_line_of(error.name, configuration)}: {error}") from error
+    if not training.fits(state):
+        saved = json.loads(state["job"])
+        ranks, nodes = saved["workers"], saved["nodes"]
+        raise checkpoint.CheckpointError(
+            f"checkpoint {path} was saved between two averages, when its {nodes} nodes differed: continue with {ranks} "
+            f"ranks on {nodes} nodes, or remove this checkpoint to go on from the one before"
+        )
     training.load_state_dict(state)
 
 
