@@ -57,6 +57,46 @@ def test_each_curvature_has_a_default_damping(kind):
     assert kind().default_damping == DEFAULTS[kind]
 
 
+NAMES = {
+    "kfac": natgrad.KFAC,
+    "ekfac": natgrad.EKFAC,
+    "kbfgs": natgrad.KBFGS,
+    "sngd": natgrad.SNGD,
+    "hylo": natgrad.HyLo,
+    "rank-one": natgrad.RankOne,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_stands_for_a_curvature_with_its_defaults(name):
+    for given, expected in ((name, NAMES[name]()), ({"0": name, "*": None}, {"0": NAMES[name](), "*": None})):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert repr(natgrad.Preconditioner(model, given, optimizer=optimizer).curvature) == repr(expected)
+
+
+@pytest.mark.parametrize(("given", "argument"), [("kaf", "curvature"), ({"0": "kaf"}, r"curvature\['0'\]")])
+def test_a_wrong_name_is_refused_with_those_known(given, argument):
+    with pytest.raises(ValueError, match=f"^{argument}='kaf' is not allowed: .* kfac, ekfac, "):
+        natgrad.Preconditioner(network(), given)
+
+
+def test_a_number_is_the_interval_of_decompositions():
+    steps = []
+    for refresh in (3, natgrad.Refresh(factors=1, inverses=3)):
+        model, (x, y) = network(), batch()
+        preconditioner = natgrad.Preconditioner(model, refresh=refresh)
+        for _ in range(5):
+            model.zero_grad()
+            cross_entropy(model(x), y).backward()
+            preconditioner.step()
+        steps.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *steps))
+    for refresh in (0, -1, True, 2.5):
+        with pytest.raises(ValueError, match=f"^refresh={refresh} is not allowed: .* a whole number ≥ 1"):
+            natgrad.Preconditioner(network(), refresh=refresh)
+
+
 @pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.SNGD(), natgrad.HyLo(), OtherKFAC()], ids=repr)
 @pytest.mark.parametrize("given", [{}, {"damping": None}], ids=["left out", "None"])
 def test_without_a_damping_a_curvature_takes_its_own(curvature, given):

@@ -69,16 +69,9 @@ def check_arguments(model: object, optimizer: object, arguments: Mapping[str, An
     require(is_whole(seed), "seed", seed, "a whole number")
 
 
-def _check_curvature(curvature: object) -> None:
-    if not isinstance(curvature, Mapping):
-        fits = curvature is None or isinstance(curvature, Curvature)
-        require(fits, "curvature", curvature, "a Curvature, or a mapping of patterns to them")
-        return
+def _check_curvature(curvature: Curvature | Mapping[str, Curvature | None]) -> None:
     drawn: set[Likelihood] = set()
-    for pattern, choice in curvature.items():
-        require(isinstance(pattern, str), "curvature", pattern, "a mapping whose keys are fnmatch patterns (str)")
-        fits = choice is None or isinstance(choice, Curvature)
-        require(fits, f"curvature[{pattern!r}]", choice, "a Curvature such as natgrad.KFAC(), or None")
+    for pattern, choice in curvature.items() if isinstance(curvature, Mapping) else ():
         drawn |= {choice.likelihood} if choice is not None and choice.likelihood is not None else set()
         allowed = "sampled from one and the same likelihood as others"
         require(len(drawn) <= 1, f"curvature[{pattern!r}]", choice, allowed)

@@ -16,7 +16,8 @@ from natgrad.capture.ddp import listen
 from natgrad.capture.labels import LabelSampler
 from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import DEFAULT_REDUCTION, Count, Reduction, Reductions
-from natgrad.curvature import KFAC, Curvature
+from natgrad.curvature import Curvature
+from natgrad.curvature.names import resolve_curvature
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.control import default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
@@ -80,13 +81,13 @@ class Preconditioner:
     def __init__(
         self,
         model: nn.Module,
-        curvature: Curvature | Mapping[str, Curvature | None] | None = None,
+        curvature: Curvature | str | Mapping[str, Curvature | str | None] | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         damping: Damping | None = None,
         kl_clip: float | TrustRegion | None = USUAL_BOUND,
         reduction: Literal["mean", "tokens", "sum", "auto"] | Mapping[str, Reduction] = DEFAULT_REDUCTION,
-        refresh: RefreshRule | str | None = None,
+        refresh: RefreshRule | str | int | None = None,
         placement: str | Placement = "auto",
         precision: Precision | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -104,7 +105,8 @@ class Preconditioner:
         Args:
             model: The model: plain, in ``DistributedDataParallel``, or sharded by FSDP2 (``fully_shard``) beforehand.
             curvature: The approximation of the Fisher. One `Curvature` applies to all layers that it supports (default:
-                ``KFAC()``). A mapping assigns curvatures by fnmatch patterns of module names; the first match wins, and
+                ``KFAC()``). "kfac", "ekfac", "kbfgs", "sngd", "hylo" and "rank-one" stand for those with their
+                defaults. A mapping assigns curvatures by fnmatch patterns of module names; the first match wins, and
                 None leaves a layer to the optimizer.
             optimizer: The KL clip reads the current learning rates from it. natgrad warns if it steps with gradients
                 that were not preconditioned. Not ``torch.optim.LBFGS``, which runs its closure inside a step.
@@ -134,7 +136,8 @@ class Preconditioner:
                 L = Σ_r ℓ_r over samples. So a head sees only the rows of its own term, and a trunk with "mean" sees
                 each sample with its part of all terms.
             refresh: When statistics are captured and decomposed: a `natgrad.Refresh`, `natgrad.Adaptive`,
-                `natgrad.Capped` or other `natgrad.RefreshRule`, or the name of a registered rule.
+                `natgrad.Capped` or other `natgrad.RefreshRule`, or the name of a registered rule. A number n stands for
+                ``natgrad.Refresh(inverses=n)``.
             placement: Which ranks compute curvature and what they communicate: a name such as "comm-opt" or
                 "hybrid:0.5", or a `natgrad.Placement`, whose documentation lists the names.
             precision: The dtypes of factors, messages and solves.
@@ -157,8 +160,8 @@ class Preconditioner:
         given = {name: value for name, value in locals().items() if value is not USUAL_BOUND}
         self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
         refresh = Refresh() if refresh is None else resolve_refresh(refresh)
-        check_arguments(model, optimizer, self._arguments)
-        curvature = KFAC() if curvature is None else curvature
+        curvature = resolve_curvature(curvature)
+        check_arguments(model, optimizer, {**self._arguments, "curvature": curvature})
         precision = Precision() if precision is None else precision
         self.curvature = curvature
         root, rule = unwrap(model), resolve(placement)

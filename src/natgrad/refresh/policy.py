@@ -11,7 +11,7 @@ from typing_extensions import override
 from natgrad.errors import require, require_one_of
 from natgrad.refresh.criteria import BasisRule, DriftRule, TraceRule
 from natgrad.refresh.rule import INTERVAL, NORM, SIDES, By, Measure, Reads, RefreshRule, Side, check_by
-from natgrad.schedule import Schedule, check_number, check_schedule, value_at
+from natgrad.schedule import Schedule, check_number, check_schedule, is_whole, value_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,13 +408,19 @@ def register_refresh(name: str, make: Callable[[], RefreshRule]) -> None:
 
 
 def resolve_refresh(refresh: object) -> RefreshRule:
-    """Return the rule for the argument `refresh` of `natgrad.Preconditioner`, a rule or a registered name.
+    """Return the rule for the argument `refresh` of `natgrad.Preconditioner`.
+
+    Args:
+        refresh: A rule, a registered name, or the number of steps between two decompositions.
 
     Raises:
-        ValueError: if `refresh` is neither, or attributes of the rule are not allowed.
+        ValueError: if `refresh` is none of these, or attributes of the rule are not allowed.
     """
-    allowed = "a natgrad.Refresh, natgrad.Adaptive or natgrad.Capped, another natgrad.RefreshRule, or one of the names "
-    allowed += ", ".join(_RULES)
+    allowed = "a natgrad.Refresh, natgrad.Adaptive or natgrad.Capped, another natgrad.RefreshRule, one of the names "
+    allowed += f"{', '.join(_RULES)}, or a whole number ≥ 1"
+    if is_whole(refresh):
+        require(refresh >= 1, "refresh", refresh, allowed)
+        refresh = Refresh(inverses=refresh)
     if isinstance(refresh, str):
         require(refresh in _RULES, "refresh", refresh, allowed)
         refresh = _RULES[refresh]()

@@ -1,25 +1,16 @@
-"""Curvatures by name."""
+"""The curvature of a job."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from natgrad import EKFAC, KBFGS, KFAC, SNGD, HyLo, RankOne
 from natgrad.curvature import Curvature
+from natgrad.curvature.names import BY_NAME
 from natgrad.errors import require
 
 from .option_errors import options_named
-
-_CLASSES: dict[str, Callable[..., Curvature]] = {
-    "kfac": KFAC,
-    "ekfac": EKFAC,
-    "kbfgs": KBFGS,
-    "sngd": SNGD,
-    "hylo": HyLo,
-    "rank-one": RankOne,
-}
 
 # Options that are fields of the job, or set by the task.
 _EXCLUDED = ("fisher", "likelihood")
@@ -27,12 +18,12 @@ _EXCLUDED = ("fisher", "likelihood")
 
 def options_of(name: str) -> list[str]:
     """Return the options of a curvature, without those of the Fisher."""
-    return [option for option in inspect.signature(_CLASSES[name]).parameters if option not in _EXCLUDED]
+    return [option for option in inspect.signature(BY_NAME[name]).parameters if option not in _EXCLUDED]
 
 
 def default_damping(name: str) -> float:
     """Return the default damping of a curvature."""
-    kind: Any = _CLASSES[name]
+    kind: Any = BY_NAME[name]
     return float(kind.default_damping)
 
 
@@ -42,7 +33,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A name is unknown.
     """
-    require(name in _CLASSES, "curvature", name, f"one of none, {', '.join(_CLASSES)}")
+    require(name in BY_NAME, "curvature", name, f"one of none, {', '.join(BY_NAME)}")
     allowed = options_of(name)
     for option in options:
         what = f"one of {name}'s: {', '.join(allowed)}" if allowed else f"left out: {name} has none"
@@ -62,10 +53,10 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
         ValueError: An option's value is not allowed.
     """
     check(name, options)
-    if "fisher" not in inspect.signature(_CLASSES[name]).parameters:
+    if "fisher" not in inspect.signature(BY_NAME[name]).parameters:
         require(fisher is None, "fisher", fisher, f"left out: {name} has no choice")
         with options_named("curvature option", options):
-            return _CLASSES[name](**options)
+            return BY_NAME[name](**options)
     fisher = fisher or "sampled"
     with options_named("curvature option", options):
-        return _CLASSES[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)
+        return BY_NAME[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)
