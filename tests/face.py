@@ -12,6 +12,7 @@ import natgrad
 CALLED = (
     "Preconditioner",
     "PreconditionedOptimizer",
+    "NaturalMuon",
     "DASO",
     "DiLoCo",
     "StreamingDiLoCo",

@@ -239,6 +239,7 @@ def compiled(body, x):
     return torch.compile(body, backend="aot_eager")(x)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize("way", [reentrant, not_reentrant, compiled])
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_checkpoints_and_compiled_bodies_hide_no_head(way, kind):
@@ -265,12 +266,14 @@ def test_tasks_that_take_turns_are_found_before_the_step():
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_outputs_that_are_not_in_the_loss_have_no_head():
     model, optimizer = build(partial(Bert, returns=("scores", "hidden", "next")))
     model(tokens())["scores"].square().mean().backward()
     optimizer.step()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize("options", [{"head": "spectral"}, {"heads": ["stem"]}])
 def test_what_the_user_chose_is_not_checked(options):
     model, optimizer = build(partial(ResNet, first=True), **options)

@@ -143,6 +143,7 @@ def go_ahead(path, nodes):
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_node_waits_for_no_more_than_that_the_others_have_sent(ranks, tmp_path, nodes):
     ranks.run(nodes, go_ahead, tmp_path / "merged", nodes, limit=60)
+    assert (tmp_path / "merged").exists()
 
 
 def go_far(steps):
@@ -169,6 +170,7 @@ def test_what_delta_rounds_off_leaves_later(ranks, steps):
 
 def without_parameters():
     model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.requires_grad_(False)
     daso = natgrad.DASO(model, optimizer, nodes=Nodes((1, 1)), batches_between=2, cycling_wire=torch.bfloat16)
@@ -176,10 +178,11 @@ def without_parameters():
         daso.step()
     daso.next_epoch()
     daso.detach()
+    return bool((model.weight == 0).all())
 
 
-def test_a_model_that_is_frozen(ranks):
-    ranks.run(2, without_parameters)
+def test_a_model_that_is_frozen_keeps_the_weights_of_the_first_rank(ranks):
+    assert ranks.run(2, without_parameters) == [True, True]
 
 
 def kept(run):

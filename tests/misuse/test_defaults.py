@@ -197,6 +197,7 @@ def test_it_names_no_remedy_that_the_curvature_does_not_have():
     assert "EKFAC(max_factor_size=" in message
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize(
     "curvature",
     [

@@ -150,6 +150,7 @@ def test_gradients_that_are_never_cleared():
     assert "zero_grad" in text
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_forward_passes_that_all_come_first_are_silent():
     torch.manual_seed(0)
     model = with_bias()

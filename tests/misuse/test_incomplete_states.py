@@ -61,6 +61,7 @@ def test_a_part_of_a_layer_counts_as_missing(state):
     step()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_a_whole_state_is_silent(state):
     both, _ = build()
     both.load_state_dict(state)

@@ -111,6 +111,7 @@ def test_a_step_forgotten_once_does_not_make_the_next_a_late_one(set_to_none):
     training.step(set_to_none=set_to_none)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize("refresh", [natgrad.Refresh(), SPARSE])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("name", ["clip", "evaluate", "accumulate", "scale", "noise", "average"])
@@ -145,6 +146,7 @@ def test_what_is_right_is_silent(name, set_to_none, refresh):
             model.train()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_an_optimizer_around_both_is_silent():
     training = Training()
     both = natgrad.PreconditionedOptimizer(training.optimizer, training.preconditioner)
@@ -154,6 +156,7 @@ def test_an_optimizer_around_both_is_silent():
         both.step()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_a_closure_is_silent():
     training = Training()
     both = natgrad.PreconditionedOptimizer(training.optimizer, training.preconditioner)
@@ -168,6 +171,7 @@ def test_a_closure_is_silent():
         both.step(closure)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize("finite", [True, False])
 def test_a_grad_scaler_is_silent(finite):
     torch.manual_seed(0)
@@ -185,6 +189,7 @@ def test_a_grad_scaler_is_silent(finite):
         scaler.update()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_checkpoint_loaders_step_is_silent(steps, evaluated):
@@ -199,6 +204,7 @@ def test_a_checkpoint_loaders_step_is_silent(steps, evaluated):
     get_optimizer_state_dict(training.model, training.optimizer)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_two_models_that_train_by_each_other_are_silent():
     """A GAN: the generator's backward pass goes through the discriminator."""
     torch.manual_seed(0)
@@ -221,6 +227,7 @@ def test_two_models_that_train_by_each_other_are_silent():
         optimizers[1].zero_grad()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_an_optimizer_of_other_parameters_is_silent():
     training = Training()
     head = torch.nn.Linear(3, 3)
@@ -232,6 +239,7 @@ def test_an_optimizer_of_other_parameters_is_silent():
     training.optimizer.step()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_a_detached_preconditioner_does_not_look():
     training = Training()
     training.preconditioner.detach()
@@ -250,6 +258,7 @@ def test_the_optimizer_does_not_keep_the_preconditioner_alive():
     training.optimizer.step()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_a_copied_optimizer_does_not_look():
     training = Training()
     twin = copy.deepcopy(training.optimizer)

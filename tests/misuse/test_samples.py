@@ -132,6 +132,7 @@ def test_a_count_is_the_number_of_samples_of_an_ambiguous_batch():
     dense.assert_equal(actual, expected)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_a_count_is_taken_in_steps_that_need_none_too():
     model = Clouds(pools=False)
     preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=10, inverses=10))
@@ -157,6 +158,7 @@ def test_auto_finds_tokens_before_it_asks_for_a_number_of_samples():
     assert "tokens" in preconditioner.explain().note
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_tokens_need_no_number_of_samples():
     model = Clouds(pools=False)
     preconditioner = natgrad.Preconditioner(model, damping=0.05, reduction="tokens")

@@ -40,11 +40,13 @@ def test_daso_that_is_told_of_no_epoch(options, told):
     assert found[0].filename == __file__
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize("options", [{"epochs": 90, "steps_per_epoch": 600}, {"steps_per_epoch": 2000}])
 def test_daso_that_counts_epochs_itself(options):
     train(daso(**options), 1001)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_daso_that_is_told_of_epochs():
     averager = daso(epochs=90)
     train(averager, 900)
@@ -52,6 +54,7 @@ def test_daso_that_is_told_of_epochs():
     train(averager, 1100)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_daso_without_phases_that_is_synchronized():
     averager = daso()
     train(averager, 900)
@@ -109,6 +112,7 @@ def test_epochs_too_short_for_a_message(between, wait, told):
         assert f"batches_between={between}" in str(found[0].message)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_a_short_last_epoch_tells_nothing():
     averager = daso(batches_between=4)
     for steps in (6, 2):
@@ -146,6 +150,7 @@ def test_hylo_that_is_told_of_no_epoch():
     assert found[0].filename == __file__
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.HyLo(rank=2, method="kid")])
 def test_curvature_that_needs_no_epochs(curvature):
     Preconditioned(curvature, at=998).train(3)
@@ -163,6 +168,7 @@ def test_a_verification_is_no_step():
         training.train(1)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_hylo_that_is_told_of_epochs():
     training = Preconditioned(natgrad.HyLo(rank=2), at=998)
     training.preconditioner.next_epoch()
@@ -182,12 +188,14 @@ def test_an_interval_that_is_told_samples_for_steps(kind, nested):
     training.preconditioner.next_epoch()  # told once
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_an_interval_that_is_told_steps():
     training = Preconditioned(natgrad.KFAC(), refresh=natgrad.Refresh(inverses=natgrad.GrowingInterval(13)))
     training.train(11)
     training.preconditioner.next_epoch()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_the_rest_of_an_epoch_after_a_resume_tells_nothing():
     training = Preconditioned(natgrad.KFAC(), at=8, refresh=natgrad.Refresh(inverses=natgrad.GrowingInterval(12)))
     training.train(4)

@@ -265,6 +265,7 @@ def test_an_explicit_reduction_is_never_overridden():
     dense.assert_equal(explicit, default, tolerance=0)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize("name", ["images", "signals"])
 def test_a_default_that_fits_is_silent(name):
     stepped(name)

@@ -75,6 +75,7 @@ def test_a_step_of_a_preconditioned_optimizer(inner):
     assert any("two steps" in str(one.message) for one in found)
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_its_own_steps_are_none():
     scaler = torch.amp.GradScaler("cpu")
     training = Training(scaler=scaler)
@@ -90,12 +91,14 @@ def test_the_step_of_a_checkpoint_loader_is_none():
     training.averager.step()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_a_step_without_gradients_is_none():
     training = Training()
     training.optimizer.step()
     training.averager.step()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_a_copy_of_the_optimizer_may_step():
     training = Training()
     other = copy.deepcopy(training.optimizer)
@@ -108,6 +111,7 @@ def test_a_copy_of_the_optimizer_may_step():
     training.averager.step()
 
 
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_after_detach_the_optimizer_is_free():
     training = Training()
     training.averager.detach()
