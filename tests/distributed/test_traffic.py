@@ -93,7 +93,7 @@ def sequence():
 
 
 def train_sequence(placement, form):
-    """Return the bytes sent, those that the plan foretells, and those of the factors of the table."""
+    """Return the bytes sent, those that the plan foretells in all and for this rank, and those of the table's factors."""
     rank, P = place()
     model = sequence()
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
@@ -109,12 +109,18 @@ def train_sequence(placement, form):
     for moment, kinds in plan.traffic().items():
         for kind, elements in kinds.items():
             foretold[kind] = foretold.get(kind, 0) + TIMES[moment] * elements * BYTES
+    own = {}
+    for moment, exchanges in plan.exchanges().items():
+        for exchange in exchanges:
+            if rank in exchange.ranks:
+                own[exchange.kind] = own.get(exchange.kind, 0) + TIMES[moment] * exchange.sent(rank) * BYTES
+    own.pop("counters")
     foretold["counters"] += 2 * (P - 1) * 4  # once: whether a table serves as a head,
     foretold["counters"] += 2 * (P - 1) * 4 if plan.columns > 1 else 0  # and whether there is curvature
     table = next(work for key, work in plan.layers.items() if not work.alone)
     traffic = preconditioner.traffic()
     assert traffic.pop("audit") == pytest.approx(AUDITS * 2 * (P - 1) / P * audited(model) * BYTES, abs=1)
-    return traffic, foretold, table.sums * BYTES
+    return traffic, foretold, own, table.sums * BYTES
 
 
 # Forms in turn: what they make is of different sizes, and travels alike.
@@ -130,9 +136,10 @@ FORETOLD = [
 @pytest.mark.parametrize(("placement", "form", "count"), FORETOLD)
 def test_the_plan_foretells_what_is_sent(ranks, placement, form, count):
     results = ranks.run(count, train_sequence, placement, form)
-    sent = {kind: sum(own[kind] for own, _, _ in results) for kind in results[0][0]}
-    for _, foretold, table in results:
+    sent = {kind: sum(traffic[kind] for traffic, *_ in results) for kind in results[0][0]}
+    for traffic, foretold, own, table in results:
         assert sent == foretold
+        assert {kind: traffic[kind] for kind in own} == own  # so the busiest rank's as well
         if placement == "dp":  # a table needs the samples of all ranks; its sums go to its worker
             assert sent["factors"] >= TIMES["factors"] * (count - 1) * table
 
@@ -181,7 +188,7 @@ def test_the_plan_foretells_what_pipelined_sends(ranks, count):
     """But for the counters, by which ranks agree on what has left early."""
     results = ranks.run(count, train_sequence, "pipelined", "eigen")
     for kind in ("factors", "inverses", "gradients"):
-        assert sum(own[kind] for own, _, _ in results) == results[0][1][kind]
+        assert sum(traffic[kind] for traffic, *_ in results) == results[0][1][kind]
     assert results[0][1]["inverses"] == 0  # all factors are so small that every rank decomposes them
 
 
