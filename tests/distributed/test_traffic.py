@@ -93,7 +93,7 @@ def sequence():
 
 
 def train_sequence(placement, form):
-    """Return the bytes sent, those that the plan foretells in all and for this rank, and those of the table's factors."""
+    """Return the bytes sent, the bytes that the plan foretells in all and for this rank, and the table's factors."""
     rank, P = place()
     model = sequence()
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
