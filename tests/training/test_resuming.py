@@ -5,6 +5,8 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +74,17 @@ def test_a_run_of_an_earlier_version_is_resumed(tmp_path, straight):
     assert next(point.step for point in read_points(tmp_path / "metrics.jsonl")) == 4
     for name, weight in weights(straight).items():
         assert torch.equal(weight, weights(tmp_path)[name])
+
+
+def test_a_run_that_commit_d54ec43_wrote_goes_on_as_it_did_there(tmp_path):
+    """`run_of_d54ec43.zip` is the folder of its run of 3 epochs. The losses are of its own epochs 4 to 6."""
+    with zipfile.ZipFile(Path(__file__).with_name("run_of_d54ec43.zip")) as file:
+        file.extractall(tmp_path)
+    configuration = json.loads((tmp_path / "run" / "config.json").read_text())
+    train(Job.from_json({**configuration, "epochs": 6}), Output(folder=tmp_path / "run"), resume=True)
+    points = read_points(tmp_path / "run" / "metrics.jsonl")
+    assert [point.step for point in points] == [5, 10, 15, 20, 25, 30]
+    assert [point.loss for point in points[3:]] == pytest.approx([2.84748, 2.28344, 2.19673], rel=1e-4)
 
 
 class Harm:
