@@ -284,3 +284,111 @@ def test_layers_that_are_all_too_wide_are_refused():
     with pytest.warns(natgrad.NatgradWarning, match="no layer"), pytest.raises(ValueError, match="model"):
         natgrad.NaturalMuon(model)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def muon(gradient):
+    """Return a step of Muon at learning rate 1 from rest, with the exact polar factor."""
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    polar = left @ right
+    return 0.2 * gradient.numel() ** 0.5 * polar / polar.norm()
+
+
+class Experts(nn.Module):
+    """Two experts, one of which the router has chosen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(5, 4) for _ in range(2))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, expert):
+        return self.head(self.experts[expert](x).tanh())
+
+
+@pytest.mark.parametrize("factor", [1.0, 1000.0])
+def test_an_expert_that_is_reached_between_two_refreshes_moves_by_muon(factor):
+    model = Experts().double()
+    optimizer = natgrad.NaturalMuon(model, lr=0.01, steps=None)
+    for step in range(4):  # 0, 1 and 2 refresh, and then 4
+        optimizer.zero_grad()
+        x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        (factor * model(x, step // 3).square().sum()).backward()
+        before, gradient = model.experts[1].weight.detach().clone(), model.experts[1].weight.grad
+        gradient = gradient if gradient is None else gradient.clone()
+        optimizer.step()
+    torch.testing.assert_close(model.experts[1].weight, before - 0.01 * muon(gradient), rtol=1e-9, atol=1e-12)
+
+
+def test_matrices_move_by_muon_if_their_first_roots_fail(monkeypatch):
+    def fail(*args, **kwargs):
+        raise torch.linalg.LinAlgError("the algorithm failed to converge")
+
+    model = Experts().double()
+    optimizer = natgrad.NaturalMuon(model, lr=0.01, steps=None)
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    model(torch.randn(8, 5, dtype=torch.float64), 0).square().sum().backward()
+    weight = model.experts[0].weight
+    expected = weight.detach() - 0.01 * muon(weight.grad)
+    optimizer.step()
+    torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-12)
+    assert optimizer.preconditioner.metrics()["failed_decompositions"] > 0
+
+
+def test_layers_that_are_thawed_train_from_then_on():
+    model = Network()
+    frozen = ("convolution.weight", "convolution.bias", "shift")
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    optimizer = natgrad.NaturalMuon(model, lr=0.02)
+    assert {"convolution.weight"} <= names(model, optimizer.param_groups[0])
+    assert {"convolution.bias", "shift"} <= names(model, optimizer.param_groups[1])
+    steps = moved(model, optimizer)
+    assert not any(steps[name].any() for name in frozen)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(True)
+    for step in range(1, 5):  # with and without a refresh
+        steps = moved(model, optimizer, step)
+        assert steps["shift"].any()
+        rms = steps["convolution.weight"].square().mean().sqrt().item()
+        assert rms == pytest.approx(0.2 * 0.02, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
+def test_gradients_may_be_clipped_before_the_step():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model)
+    for step in range(4):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+
+class Adapted(nn.Module):
+    """Linear layers with low-rank adapters, and a frozen head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.down, self.up = nn.Linear(6, 5), nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
+        self.head = nn.Linear(5, 3)
+        for layer in (self.base, self.head):
+            layer.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head((self.base(x) + self.up(self.down(x))).tanh())
+
+
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
+def test_adapters_below_a_frozen_head_all_move_by_the_update():
+    model = Adapted()
+    optimizer = natgrad.NaturalMuon(model)
+    assert {"down.weight", "up.weight"} <= names(model, optimizer.param_groups[0])
+    assert "head.weight" in names(model, optimizer.param_groups[1])
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    cross_entropy(model(torch.randn(8, 6)), torch.randint(3, (8,))).backward()
+    optimizer.step()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {"down.weight", "up.weight"}

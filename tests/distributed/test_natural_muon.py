@@ -1,6 +1,8 @@
 """`natgrad.NaturalMuon` on several ranks moves every parameter as one process does."""
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -51,3 +53,39 @@ def test_every_placement_equals_one_process(ranks, ranks_, kind, options):
     for found in ranks.run(ranks_, train, kind, options):
         errors = {name: relative_error(found[name], value) for name, value in alone.items()}
         assert max(errors.values()) < 1e-9, errors
+
+
+class Experts(nn.Module):
+    """Two experts, one of which the router has chosen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(5, 4) for _ in range(2))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, expert):
+        return self.head(self.experts[expert](x).tanh())
+
+
+def train_experts(placement):
+    """Reach the second expert between two refreshes."""
+    model = Experts().double()
+    wrapped = model if placement is None else DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = natgrad.NaturalMuon(wrapped, lr=0.05, placement=placement or "auto")
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 5, dtype=torch.float64, generator=generator), torch.arange(8) % 3
+        if placement is not None:
+            x, y = share(x), share(y)
+        optimizer.zero_grad()
+        cross_entropy(wrapped(x, step // 3), y).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+def test_an_expert_without_roots_moves_as_in_one_process(ranks, placement):
+    alone = train_experts(None)
+    for found in ranks.run(2, train_experts, placement):
+        assert max(map(relative_error, found, alone)) < 1e-9

@@ -48,7 +48,7 @@ def plain_layers(case):
 
 
 @pytest.mark.some(2)
-@pytest.mark.filterwarnings("ignore:natgrad leaves the gradients of table.weight")
+@pytest.mark.filterwarnings("ignore:natgrad has no curvature for table.weight")
 @pytest.mark.parametrize("wrapper", ["ddp", "root", "layers"])
 def test_a_table_that_is_a_head_without_a_module_stays_plain(ranks, wrapper):
     """The first rank holds no row whose gradient tells so; all must agree, and then equal one process."""

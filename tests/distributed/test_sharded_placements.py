@@ -73,7 +73,7 @@ def test_other_ways_to_train(ranks, change):
     assert_equal_to(ranks, expected, 4, Case(options={"placement": "reduce-scatter"}, **change))
 
 
-@pytest.mark.filterwarnings("ignore:natgrad leaves the gradients of table.weight")
+@pytest.mark.filterwarnings("ignore:natgrad has no curvature for table.weight")
 @pytest.mark.parametrize("placement", ["mem-opt", "reduce-scatter"])
 def test_a_layer_that_stays_plain_is_not_clipped(ranks, placement):
     case = Case(network=FunctionalHead, kl_clip=1e-6)

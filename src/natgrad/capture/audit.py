@@ -58,15 +58,18 @@ class GradientAudit:
     the device: it reads the result in a later step.
     """
 
-    def __init__(self, *, reduces: bool = False, divides: bool = True, off: bool = False) -> None:
+    def __init__(
+        self, *, reduces: bool = False, divides: bool = True, ignores_factors: bool = False, off: bool = False
+    ) -> None:
         """Start without layers; call `attach`.
 
         Args:
             reduces: Whether natgrad averages ``.grad`` itself, after `compare`.
             divides: Whether the user divides the loss by the number of backward passes.
+            ignores_factors: Whether a common factor of the gradients of a layer changes no update.
             off: Whether to compare nothing.
         """
-        self._reduces, self._divides, self._off = reduces, divides, off
+        self._reduces, self._divides, self._ignores_factors, self._off = reduces, divides, ignores_factors, off
         self._last_call: weakref.ref[LayerCall] | None = None
         self._entries: dict[str, _Entry] = {}
         self._size = 0
@@ -228,7 +231,7 @@ class GradientAudit:
         factor = product / captured
         rest = max(0.0, actual - factor * product)
         if rest <= _ALIKE**2 * actual + noise:
-            if abs(factor - 1) <= _FACTOR or difference <= noise:
+            if self._ignores_factors or abs(factor - 1) <= _FACTOR or difference <= noise:
                 return ""
             return (
                 f"natgrad: .grad is {factor:.4g} times the gradient captured in the backward passes of a step, which "
@@ -273,7 +276,7 @@ class GradientAudit:
         scale, rest = found.numbers[5:].tolist()
         # The sum over K passes is 1 if the loss is divided by K, otherwise K.
         other = found.passes if self._divides else 1
-        if rest > _ALIKE**2 or not math.isclose(scale, other, rel_tol=_FACTOR):
+        if self._ignores_factors or rest > _ALIKE**2 or not math.isclose(scale, other, rel_tol=_FACTOR):
             return ""
         done, present, remedy = "divided", "'sum'", "'mean', or do not divide it"
         if self._divides:

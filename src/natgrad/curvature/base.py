@@ -46,6 +46,8 @@ class Curvature(ABC):
             then treated as a numerical failure.
         is_normalized: Whether the norm of the preconditioned gradient is independent of that of the gradient. The KL
             clip does not apply then.
+        needs_results: Whether a layer keeps its plain gradient as long as its tasks have no results. Otherwise
+            `precondition` is called without computed tensors.
         covers_bias: Whether it preconditions a layer's bias with the weight, as the last column. Otherwise the bias is
             left to the optimizer.
         largest_growth: A batch is left out of a block's running averages if the trace of a symmetric statistic is more
@@ -64,6 +66,7 @@ class Curvature(ABC):
     default_damping: float = 1e-3
     positive_definite: bool = True
     is_normalized: bool = False
+    needs_results: bool = True
     covers_bias: bool = True
     largest_growth: float | None = None
     takes_narrow: bool = False

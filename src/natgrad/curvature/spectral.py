@@ -33,15 +33,17 @@ class Spectral(Curvature):
 
         ``U = polar(G_δ^-p M̂ A_δ^-p) A_δ^-p``, scaled to ``‖U‖_F = 0.2 √(d_out d_in)``
 
-    Without factors (p = 0) that is Muon; p = 1 on A alone is Newton-Muon (Du & Su 2026). Only the direction of the
-    gradient counts, not its length: neither the loss scale nor `Preconditioner`'s ``reduction`` and KL clip change the
-    update. It preconditions weight matrices; biases, norms and embeddings are left to the optimizer, whose learning
-    rate should be that of AdamW. `natgrad.NaturalMuon` is a whole optimizer made of it.
+    Without factors (p = 0, or before a layer's first refresh) that is Muon; p = 1 on A alone is Newton-Muon (Du & Su
+    2026). Only the direction of the gradient counts, not its length: neither the loss scale nor `Preconditioner`'s
+    ``reduction`` and KL clip change the update. It preconditions weight matrices; biases, norms and embeddings are left
+    to the optimizer, whose learning rate should be that of AdamW. `natgrad.NaturalMuon` is a whole optimizer made of
+    it.
     """
 
     default_damping = 1e-2
     positive_definite = False  # the momentum may point away from the gradient
     is_normalized = True
+    needs_results = False  # without roots it is Muon
     trace_reads = ("A", "G")
     covers_bias = False
 
@@ -172,7 +174,7 @@ class Spectral(Curvature):
         damping: float,
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
-        if self.power:
+        if computed:
             update = product(computed["root_G"], update)
         if self.groups > 1:  # each group of outputs is a matrix
             update = update.unflatten(1, (self.groups, -1)).flatten(0, 1)
@@ -189,10 +191,10 @@ class Spectral(Curvature):
 
     def _direct(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
         """Return ``X = left A_δ^-p`` or, with the exact polar factor, ``polar(X) A_δ^-p``."""
-        X = product(left, computed["root_A"]) if self.power else left
+        X = product(left, computed["root_A"]) if computed else left
         if self.steps is None:
             X = polar(X)
-            X = product(X, computed["root_A"]) if self.power else X
+            X = product(X, computed["root_A"]) if computed else X
         return X
 
     def _spectral(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
@@ -202,12 +204,12 @@ class Spectral(Curvature):
         """
         assert self.steps
         if left.shape[1] <= left.shape[2]:
-            whole = product(left, computed["root_A2"]) if self.power else left
+            whole = product(left, computed["root_A2"]) if computed else left
             return product(inverse_square_root(product(whole, left.mT), self.steps), whole)
         square = product(left.mT, left)
-        if self.power:
+        if computed:
             square = product(product(computed["root_A"], square), computed["root_A"])
         inner = inverse_square_root(square, self.steps)
-        if self.power:
+        if computed:
             inner = product(product(computed["root_A"], inner), computed["root_A"])
         return product(left, inner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -81,6 +82,20 @@ def places(model: nn.Module) -> Iterator[Place]:
         above = path.rpartition(".")[0]
         name = ".".join(piece for piece in path.split(".") if piece not in _WRAPPERS)
         yield Place(name, module, modules[above] if path else None)
+
+
+@contextmanager
+def unfrozen(model: nn.Module) -> Iterator[None]:
+    """Have frozen parameters require gradients meanwhile, to find what would be covered if they were trained."""
+    parameters = [p for p in model.parameters() if p.is_floating_point() and not is_lazy(p) and not p.is_inference()]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> Coverage:

@@ -19,6 +19,7 @@ from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import require
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.arguments import unwrap
+from natgrad.preconditioner.coverage import cover, unfrozen
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.preconditioner.heads import HeadCheck, likely_heads, matrices_of
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -34,8 +35,8 @@ class NaturalMuon(PreconditionedOptimizer):
     (embeddings, norms, biases, and those that no layer type covers) by AdamW at the same learning rate. The update has
     the size of Adam's, so that one learning rate suits both.
 
-    ``param_groups[0]`` holds the matrices, ``param_groups[1]`` the other parameters. ``explain()`` of the attribute
-    `preconditioner` shows which is which, and why.
+    ``param_groups[0]`` holds the matrices, ``param_groups[1]`` the other parameters, frozen ones included: they train
+    once they are thawed. ``explain()`` of the attribute `preconditioner` shows which is which, and why.
 
     Example:
         >>> optimizer = natgrad.NaturalMuon(model, lr=2e-2)
@@ -135,6 +136,8 @@ class NaturalMuon(PreconditionedOptimizer):
         require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
         root = unwrap(model)
         matrices = matrices_of(root)
+        with unfrozen(root):
+            every = matrices_of(root)
         require(matrices, "model", type(model).__name__, "a model with linear layers or convolutions")
 
         def spectral(count: int = 1) -> Spectral:
@@ -144,10 +147,10 @@ class NaturalMuon(PreconditionedOptimizer):
         if head != "spectral":
             moved_by = head if isinstance(head, Spectral) else None
             left = [name for name in matrices if _first_match(name, adamw) is not None]
-            likely = [name for name in likely_heads(root, matrices) if name not in left]
+            likely = [name for name in likely_heads(root, every) if name not in left]
             _add(curvature, dict.fromkeys(map(escape, likely) if heads is None else heads, moved_by))
         _add(curvature, {pattern: spectral(count) for pattern, count in (groups or {}).items()})
-        if any(_first_match(name, curvature) is None for name in matrices):
+        if any(_first_match(name, curvature) is None for name in every):
             _add(curvature, {"*": spectral()})
         by_adamw = [name for name in matrices if curvature[str(_first_match(name, curvature))] is None]
         allowed = f"a model with other weight matrices than {', '.join(map(repr, by_adamw))}, which AdamW moves"
@@ -170,13 +173,17 @@ class NaturalMuon(PreconditionedOptimizer):
             scaler=scaler,
         )
         covered = {id(parameter): parameter for parameter in preconditioner.parameters()}  # attention's appears thrice
-        others = [p for p in model.parameters() if p.requires_grad and id(p) not in covered]
         if not covered:
             preconditioner.detach()
         require(covered, "model", type(model).__name__, "a model with a trained weight matrix that is not too wide")
+        with unfrozen(root):
+            slots = [slot for layer, _ in cover(root, curvature).layers for slot in layer.slots]
+            covered.update((id(slot.parameter), slot.parameter) for slot in slots)
+            others = [p for p in model.parameters() if p.requires_grad and id(p) not in covered]
         update = _Update(list(covered.values()), others, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
         super().__init__(update, preconditioner)
-        if head != "spectral" and heads is None and find_mesh(model) is None:  # FSDP2's graphs have other parameters
+        # FSDP2's graphs have other parameters, and a frozen head is in no graph.
+        if head != "spectral" and heads is None and find_mesh(model) is None and matrices.keys() >= set(likely):
             self._check = HeadCheck(root, matrices, likely, left)
             preconditioner.parts.hooks.on_outputs = self._check.inspect
             self.register_step_post_hook(_conclude)

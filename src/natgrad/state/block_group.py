@@ -308,15 +308,16 @@ class BlockGroup:
         Args:
             members: The layers.
             W: Their gradients ``[n, o, i]`` in `work_dtype`. Those of layers without complete results are returned
-                unchanged.
+                unchanged, unless the curvature does without.
             damping: γ.
         """
         ready = self.are_ready(members)
-        if not any(ready):
+        if len(set(ready)) > 1:
+            parts = W.split([member.stop - member.start for member in members])
+            return torch.cat([self.solve([member], part, damping) for member, part in zip(members, parts, strict=True)])
+        has_results = any(ready)
+        if not has_results and self.curvature.needs_results:
             return W
-        if not all(ready):
-            pairs = zip(members, ready, W.split([member.stop - member.start for member in members]), strict=True)
-            return torch.cat([self.solve([member], part, damping) if flag else part for member, flag, part in pairs])
         blocks, step = self.blocks_of(members), max(1, _PIECE * W.shape[0] // max(1, W.nbytes))
         V = W if step >= len(W) else torch.empty_like(W)
         for start in range(0, len(W), step):
@@ -329,7 +330,8 @@ class BlockGroup:
                 finite = gradient.flatten(1).sum(1).isfinite()
                 bounded = self._bounded(index, state, gradient, finite)
                 self.write_memory(index, state, self.curvature.update_state(state, bounded), finite)
-            computed, averages = self._results_of(self.results, index, W.dtype), self.live_averages(index)
+            names = self.results if has_results else ()
+            computed, averages = self._results_of(names, index, W.dtype), self.live_averages(index)
             solved = self.curvature.precondition(computed, averages, state, gradient, damping * self.factor)
             if step >= len(W):
                 return solved

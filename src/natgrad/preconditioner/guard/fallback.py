@@ -114,7 +114,7 @@ class FallbackPolicy:
         for member, is_ready in zip(entry.members, group.are_ready(entry.members), strict=True):
             failed = group.failures.failed_refreshes[member.blocks]
             if not is_ready:
-                tried = any(failed) and self.guard.ladder
+                tried = any(failed) and self.guard.ladder and group.curvature.needs_results
                 levels += [Level.DIAGONAL if tried else Level.PLAIN] * len(failed)
             elif not self.guard.ladder:
                 levels += [Level.FRESH] * len(failed)
@@ -135,7 +135,9 @@ class FallbackPolicy:
         """Return V, ⟨V, W⟩ and the level of the two lowest fallbacks: the diagonal if `diagonal` and available."""
         group, W = entry.group, entry.W
         norm = group.failures.allocate_norm(W)[entry.blocks]
-        scale = torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)  # to the average norm of V
+        # To the average norm of V. While it is unknown, a plain gradient is no update of a curvature that normalizes.
+        otherwise = 0.0 if group.curvature.is_normalized else 1.0
+        scale = torch.where((norm > 0) & (square > 0), norm / square.sqrt(), otherwise)
         V, inner, levels = W * scale[:, None, None], square * scale, torch.full_like(square, Level.GRAFTED)
         D = group.diagonal(entry.blocks, damping) if diagonal else None
         if D is None:

@@ -102,7 +102,7 @@ class Inspection:
         self._warned |= keys
         if fresh:
             names = ", ".join(fresh[:_NAMED]) + (f" and {len(fresh) - _NAMED} more" if len(fresh) > _NAMED else "")
-            message = f"natgrad leaves the gradients of {names} as they are: {why}; see explain()"
+            message = f"natgrad has no curvature for {names}: {why}; see explain()"
             warnings.warn(message, NatgradWarning, stacklevel=5)  # the caller of `step`
 
 
