@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn import functional
 from typer.testing import CliRunner
 
+import natgrad
 from benchmarks.scoreboard import __main__ as command
 from benchmarks.scoreboard import report, scores, search, timing
 from benchmarks.scoreboard.baselines import KLShampoo, LeanMuon, NewtonMuon, Unfolded, polar, split, unfolded
@@ -304,8 +306,59 @@ def test_early_steps_cost_what_they_cost():
     ratios = [3.0, 2.0, 1.0, 2.0]
     assert timing.cost(5, ratios, 10) == 15
     assert timing.cost(20, ratios, 10) == 50
-    assert timing.cost(100, ratios, 10) == pytest.approx(80 + 60 * 1.5)
-    assert timing.steps_within(170, ratios, 10) == pytest.approx(100)
+    assert timing.cost(100, ratios, 10) == pytest.approx(80 + 60 * 5 / 3)
+    assert timing.steps_within(180, ratios, 10) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("steps", [200, 240, 600, 800, 2400])
+def test_the_first_block_counts_once(steps):
+    ratios = [2.0, 1.5]
+    assert timing.cost(steps, ratios, timing.BLOCK) == pytest.approx(200 + 1.5 * (steps - 100))
+    within = timing.steps_within(steps, ratios, timing.BLOCK)
+    assert within == pytest.approx(100 + (steps - 200) / 1.5)
+    assert timing.cost(within, ratios, timing.BLOCK) == pytest.approx(steps)
+
+
+def test_a_block_holds_whole_cycles_of_refreshes():
+    """From the second block on, natural Muon refreshes four times a block, as often as in its cycle of 25 steps."""
+    interval, last, found = natgrad.DoublingInterval(25), 0, [0]
+    for step in range(1, 4 * timing.BLOCK):
+        if step - last >= interval(step):
+            last = step
+            found.append(step)
+    blocks = [sum(step // timing.BLOCK == block for step in found) for block in range(4)]
+    assert blocks == [9, 4, 4, 4]
+    assert found[:8] == [0, 1, 2, 4, 8, 16, 32, 57]
+    assert all(timing.BLOCK % interval == 0 for interval in (2, 10, 20, 25))
+
+
+def test_each_block_is_timed_in_turns(monkeypatch):
+    taken = []
+
+    class Counted:
+        def __init__(self, spec):
+            self.method = spec.method
+
+        def step(self):
+            taken.append(self.method)
+
+    monkeypatch.setattr(timing, "Training", Counted)
+    monkeypatch.setattr(timing, "process_time", lambda: float(len(taken)))
+    found = timing.step_times("digits", ["adamw", "muon"], "adamw", block=10, blocks=2, repeats=3)
+    assert (taken.count("adamw"), taken.count("muon")) == (60 + 2, 60)
+    assert found == {"seconds": 1.0, "block": 10, "ratios": {"adamw": [1.0, 1.0], "muon": [1.0, 1.0]}}
+
+
+def test_old_step_times_are_taken_again(tmp_path, monkeypatch):
+    board = Board(Scale(tasks=("digits",), methods=("adamw",)), Journal(tmp_path / "j.jsonl"), 0)
+    monkeypatch.setattr(timing, "step_times", lambda *_, **__: {"seconds": 1.0, "block": 1, "ratios": {"adamw": [1.0]}})
+    monkeypatch.setattr(timing, "memory", lambda *_: {"adamw": 1})
+    old = {"methods": ["adamw"], "revision": [1, 1]}
+    board.journal.measure("timing", "digits", {**old, "block": 26})
+    board.journal.measure("memory", "digits", {**old, "bytes": {"adamw": 2}})
+    command.measure(board, Console(quiet=True), smoke=False)
+    assert board.journal.measures["timing", "digits"]["block"] == 1
+    assert board.journal.measures["memory", "digits"]["bytes"] == {"adamw": 2}
 
 
 def test_the_loss_at_equal_seconds_is_read_from_the_curve():

@@ -44,8 +44,9 @@ def measure(board: Board, console: Console, *, smoke: bool) -> None:
     """Time the steps and measure the memory of tasks where that is not known for all methods."""
     methods = board.scale.methods
     for task in board.scale.tasks:
-        revision = [TASKS[task].revision, *(METHODS[method].revision for method in methods)]
+        revisions = [TASKS[task].revision, *(METHODS[method].revision for method in methods)]
         for kind in ("timing", "memory"):
+            revision = [timing.REVISION, *revisions] if kind == "timing" else revisions
             known = board.journal.measures.get((kind, task), {})
             if known.get("methods") == list(methods) and known.get("revision") == revision:
                 continue
