@@ -369,13 +369,13 @@ def test_the_loss_at_equal_seconds_is_read_from_the_curve():
     assert scores.score(runs, (1.0, 1.0), 100, [0.5, 0.5, 0.5], 10).equal_seconds == one.final
 
 
-def one_score(steps, *, missed=False, final=1.0):
+def one_score(steps, *, missed=False, final=1.0, equal_seconds=1.0):
     reach = scores.Reached(steps=steps, seconds=steps, missed=missed)
     return scores.Score(
         final=final,
         spread=(final, final),
         training=1.0,
-        equal_seconds=1.0,
+        equal_seconds=equal_seconds,
         step=1.0,
         first=reach,
         second=reach,
@@ -395,8 +395,22 @@ def test_shares_and_profiles():
     assert profile["natural-muon"] == [1.0, pytest.approx(1.2)]
     assert profile["adamw"] == [pytest.approx(0.8 / 0.3), math.inf]
     titles = {name: name for name in kinds}
-    lines = "\n".join(report.defeats({"t": {**found["text"], "muon": one_score(1, final=0.5)}}, kinds, titles, "adamw"))
-    assert "natural-muon** ends behind the best rival on t (muon: 1 against 0.5)" in lines
+    own = {**found["text"], "muon": one_score(1, final=0.5), "adamw": one_score(1, equal_seconds=0.25)}
+    lines = report.defeats({"t": own}, kinds, titles, "adamw")
+    assert lines[0].endswith("natural-muon** ends behind the best rival on t (muon: 1 against 0.5).")
+    assert lines[1].endswith("behind AdamW on no task.")
+    assert lines[2].endswith("behind the best rival on t (adamw: 1 against 0.25).")
+
+
+def test_of_rivals_that_all_miss_the_one_that_ends_lowest_counts():
+    own = {
+        name: one_score(1.0, missed=True, final=final) for name, final in (("sgd", 3.0), ("muon", 1.0), ("soap", 2.0))
+    }
+    kinds = {**dict.fromkeys(own, "rival"), "natural-muon": "ours"}
+    found = report.shares_of_best_rival(
+        {"t": {**own, "natural-muon": one_score(0.9)}}, kinds, "natural-muon", "steps", "second"
+    )
+    assert found == {"t": (0.9, "muon")}
 
 
 @pytest.mark.parametrize(("best", "wanted"), [((1.0, 0.9), None), ((2.0, 0.95), 4.0), ((0.5, 0.9), 0.25)])
@@ -457,7 +471,7 @@ def bowl(spec):
     return math.exp((1.0 if spec.task == "digits" else 3.0) * distance * (1 + spec.second))
 
 
-def test_one_setting_has_the_least_geometric_mean(tmp_path):
+def test_settings_of_equal_mean_rank_are_told_apart_by_the_geometric_mean(tmp_path):
     board = Board(SCALE, Journal(tmp_path / "j.jsonl"), 0)
     fill(board, bowl)
     assert board.best("digits", "muon", 1) == (0.02, 0.9)
@@ -467,17 +481,59 @@ def test_one_setting_has_the_least_geometric_mean(tmp_path):
     assert board.long_methods() == ["adamw", "muon"]
 
 
-def test_a_loss_counts_as_at_most_that_at_the_start(tmp_path):
-    board = Board(SCALE, Journal(tmp_path / "j.jsonl"), 0)
-    bad = (0.01, 0.9)  # far the best on text, diverged on digits: counts as 2.0 there
+def test_one_setting_has_the_least_mean_rank(tmp_path):
+    """A task on which losses span orders of magnitude counts no more than another."""
+    scale = replace(SCALE, tasks=("digits", "text", "poisson"))
+    board = Board(scale, Journal(tmp_path / "j.jsonl"), 0)
 
     def losses(spec):
-        if spec.method == "muon" and (spec.rate, spec.second) == bad:
-            return math.inf if spec.task == "digits" else 0.01
-        return 1.0 + abs(math.log2(spec.rate / (0.02 if spec.method == "muon" else 0.008)))
+        wide = spec.task == "poisson"
+        distance = abs(math.log2(spec.rate / (0.04 if wide else 0.02)))
+        return (1e-4 if wide else 1.0) * (100.0 if wide else 1.1) ** (distance + spec.second)
+
+    fill(board, losses)
+    assert board.best("poisson", "muon", 1) == (0.04, 0.9)
+    assert board.one_setting("muon", 1) == (0.02, 0.9)
+
+
+def test_a_loss_counts_as_at_most_that_at_the_start(tmp_path):
+    """All settings above the loss at the start have the same rank, whether they diverged or not."""
+    board = Board(SCALE, Journal(tmp_path / "j.jsonl"), 0)
+    bad = (0.01, 0.9)  # the best on text, diverged on digits: there it is level with all but one
+
+    def losses(spec):
+        setting = (spec.rate, spec.second)
+        if spec.task == "digits":
+            return 1.0 if setting == (0.02, 0.95) else math.inf if setting == bad else 3.0
+        return 0.01 if setting == bad else 1.0 + abs(math.log2(spec.rate / 0.02)) / 10 + (1 - spec.second)
 
     fill(board, losses)
     assert board.one_setting("muon", 1) == bad
+
+
+def test_a_setting_that_was_not_run_is_left_out_of_the_result(tmp_path):
+    scale = replace(SCALE, tasks=("digits",))
+    board = Board(scale, Journal(tmp_path / "j.jsonl"), 0)
+    fill(board, bowl)
+    board.journal.measure("timing", "digits", {"seconds": 1.0, "block": 100, "ratios": {"adamw": [1.0], "muon": [1.0]}})
+    board.journal.measure("memory", "digits", {"bytes": {"adamw": 1, "muon": 1}})
+    whole = report.collect(board, [1])
+    assert set(whole["horizons"]["1"]) == {"tuned", "one"}
+    assert "one setting" not in "".join(report._missing(whole))
+    board.one_setting = lambda method, horizon: (0.005, 0.95)  # without fresh seeds
+    data = report.collect(board, [1])
+    assert set(data["horizons"]["1"]) == {"tuned"}
+    assert "one setting for all tasks at N" in report.page(data, "images").split("Budget")[0]
+
+
+def test_settings_at_the_edge_are_named():
+    def own(rate, rates):
+        return {"setting": [rate, 0.9], "searched": [[each, 0.9, 1.0] for each in rates]}
+
+    tuned = {"digits": {"muon": own(2.0, (1.0, 2.0))}, "text": {"muon": own(2.0, (1.0, 2.0, 4.0))}}
+    data = {"horizons": {"1": {"tuned": tuned, "one": {task: {"muon": own(2.0, ())} for task in tuned}}}}
+    assert report.at_edge(data, "tuned") == "Muon (float32) on `digits` at N (2)"
+    assert report.at_edge(data, "one") == "Muon (float32) at N (2)"
 
 
 def test_a_journal_is_resumed(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,14 +17,17 @@ from benchmarks.common import conditions
 from benchmarks.scoreboard.methods import METHODS
 from benchmarks.scoreboard.run import EVALUATIONS, WARM_UP, Result
 from benchmarks.scoreboard.scores import Score, geometric, middle, score, targets
-from benchmarks.scoreboard.search import LONG_HORIZON, LONG_METHODS, Board
+from benchmarks.scoreboard.search import EXTENSIONS, LONG_HORIZON, LONG_METHODS, Board
 from benchmarks.scoreboard.tasks import TASKS
 
 OURS = "natural-muon"
 VARIANTS = (
     "Before this board some 70 variants of natural Muon were tried on a tanh autoencoder, a character GPT and a "
     "convolutional net on glyphs, against few of the rivals'. Tasks of the same three kinds are on the board. "
-    "Four choices for the last layer were then tried on three tasks that are not (`benchmarks/open_questions.py`)."
+    "Four choices for the last layer were then tried on three tasks that are not (`benchmarks/open_questions.py`), and "
+    "one became the default. After the results at N steps were known, momentum .95, intervals of 10 and 100 steps, and "
+    "half powers without a polar factor on convolutions were tried on the same three tasks; no default changed "
+    "(`docs/measurements.md`)."
 )
 """How many variants of ours were tried. Whoever tries more changes this text."""
 
@@ -127,7 +130,8 @@ def shares_of_best_rival(
 ) -> dict[str, tuple[float, str]]:
     """Return, by task, a method's steps or seconds to a target over those of the rival that needs least, and its name.
 
-    Rivals that miss the target do not count, unless all of them do.
+    Rivals that miss the target do not count, unless all of them do. Of rivals that need the same, the one that ends
+    lowest counts.
 
     Args:
         scores: Of one horizon and mode.
@@ -140,7 +144,7 @@ def shares_of_best_rival(
     for task, own in scores.items():
         need = {name: getattr(own[name], which) for name in own}
         rivals = [name for name in own if kinds[name] == "rival" and name != method]
-        best = min(rivals, key=lambda name: (need[name].missed, getattr(need[name], unit)))
+        best = min(rivals, key=lambda name: (need[name].missed, getattr(need[name], unit), own[name].final))
         found[task] = getattr(need[method], unit) / getattr(need[best], unit), best
     return found
 
@@ -213,21 +217,26 @@ def beside_rivals(scores: Scores, kinds: Mapping[str, str], titles: Mapping[str,
 
 
 def defeats(scores: Scores, kinds: Mapping[str, str], titles: Mapping[str, str], reference: str) -> list[str]:
-    """Say where methods of ours end behind AdamW or the best rival."""
+    """Say where methods of ours are behind the best rival, at the end and at equal seconds, or end behind AdamW."""
+
+    def behind(name: str, value: Callable[[Score], float]) -> str:
+        found = []
+        for task, own in scores.items():
+            rival = min((each for each in own if kinds[each] == "rival"), key=lambda each: value(own[each]))
+            if value(own[name]) > value(own[rival]):
+                losses = f"{number(value(own[name]))} against {number(value(own[rival]))}"
+                found.append(f"{task} ({titles[rival]}: {losses})")
+        return ", ".join(found) or "no task"
+
     lines = []
     for name in next(iter(scores.values())):
         if kinds[name] != "ours":
             continue
-        behind, adamw = [], []
-        for task, own in scores.items():
-            rival = min((each for each in own if kinds[each] == "rival"), key=lambda each: own[each].final)
-            if own[name].final > own[rival].final:
-                losses = f"{number(own[name].final)} against {number(own[rival].final)}"
-                behind.append(f"{task} ({titles[rival]}: {losses})")
-            if own[name].final > own[reference].final:
-                adamw.append(task)
-        lines.append(f"- **{titles[name]}** ends behind the best rival on {', '.join(behind) or 'no task'}.")
-        lines.append(f"  Behind AdamW on {', '.join(adamw) or 'no task'}.")
+        adamw = [task for task, own in scores.items() if own[name].final > own[reference].final]
+        lines.append(f"- **{titles[name]}** ends behind the best rival on {behind(name, lambda each: each.final)}.")
+        lines.append(f"  Ends behind AdamW on {', '.join(adamw) or 'no task'}.")
+        equal = behind(name, lambda each: each.equal_seconds)
+        lines.append(f"  After AdamW's seconds, before the end of its own schedule, behind the best rival on {equal}.")
     return lines
 
 
@@ -265,6 +274,11 @@ def details(data: Mapping[str, Any], horizon: str, mode: str, scores: Scores, ti
     return lines
 
 
+def horizon_name(horizon: str) -> str:
+    """Return what to call the length of the runs at a horizon."""
+    return "N" if horizon == "1" else f"{horizon}N"
+
+
 def _parts(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the horizons and modes that were run: horizon, mode and what to call the mode."""
     return [
@@ -272,12 +286,38 @@ def _parts(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
+def at_edge(data: Mapping[str, Any], mode: str) -> str:
+    """Name the methods and tasks whose setting has the lowest or the highest learning rate of its search.
+
+    Args:
+        data: As `collect` returns it.
+        mode: "tuned", or "one", for which the learning rates that ran on every task count.
+    """
+    found = []
+    for horizon, modes in data["horizons"].items():
+        for task, methods in modes.get(mode, {}).items():
+            for name, own in methods.items():
+                searches = [modes["tuned"][task]] if mode == "tuned" else modes["tuned"].values()
+                rates = set.intersection(*({rate for rate, *_ in each[name]["searched"]} for each in searches))
+                if own["setting"][0] in (min(rates), max(rates)):
+                    where = f" on `{task}`" if mode == "tuned" else ""
+                    found.append(f"{METHODS[name].title}{where} at {horizon_name(horizon)} ({own['setting'][0]:.3g})")
+            if mode == "one":
+                break  # it is the same on all tasks
+    return ", ".join(found) or "none"
+
+
 def _missing(data: Mapping[str, Any]) -> list[str]:
     """Return a line that names what a part of the board has left out."""
     methods = [METHODS[name].title for name in METHODS if name not in data["methods"]]
     tasks = [f"`{name}`" for name in TASKS if name not in data["tasks"]]
     horizon = [] if str(LONG_HORIZON) in data["horizons"] else [f"the horizon of {LONG_HORIZON}N"]
-    modes = [what for mode, what in MODES.items() if any(mode not in own for own in data["horizons"].values())]
+    modes = [
+        f"{what} at {horizon_name(each)}"
+        for each, own in data["horizons"].items()
+        for mode, what in MODES.items()
+        if mode not in own
+    ]
     parts = [*methods, *tasks, *modes, *horizon]
     return [f"- Not run yet: {', '.join(parts)}."] if parts else []
 
@@ -290,6 +330,8 @@ def page(data: Mapping[str, Any], images: str) -> str:
         images: Path of the plots from the page.
     """
     titles, kinds = {name: METHODS[name].title for name in data["methods"]}, data["methods"]
+    ran = any("one" in modes for modes in data["horizons"].values())
+    edges = f": {at_edge(data, 'one')}" if ran else ""
     machine, frozen = data["machine"], [f"`{name}`" for name, task in data["tasks"].items() if task["frozen"]]
     lines = [
         "# Scoreboard",
@@ -304,8 +346,12 @@ def page(data: Mapping[str, Any], images: str) -> str:
         "`benchmarks/scoreboard/tasks.py`.",
         *_missing(data),
         "- Budget of every method: five learning rates, a factor of two apart, times two values of one other "
-        "parameter, on one seed. While the best is at an edge, one learning rate more is added there. "
+        "parameter, on one seed. While the best is at an edge, one learning rate more is added there, at most "
+        f"{EXTENSIONS} times. Still at the edge then: {at_edge(data, 'tuned')}. "
         f"Then {data['seeds']} fresh seeds of the best setting. All numbers are medians of the fresh seeds.",
+        "- The learning rates, second parameters and rules were last changed before the first published result, but "
+        "after trial runs: AdamW's second parameter was chosen by runs on three tasks. The rule for the one setting "
+        "(below) and the timing of whole cycles were changed later.",
         f"- The same schedule for all: {WARM_UP:.0%} linear warm-up, then a cosine to zero. No weight decay. float32, "
         "one thread.",
         f"- Two horizons: N steps and {LONG_HORIZON}N. At {LONG_HORIZON}N: the {LONG_METHODS} methods of the best mean "
@@ -314,12 +360,18 @@ def page(data: Mapping[str, Any], images: str) -> str:
         "hold for one setting. Crossings are interpolated on the median curve, smoothed over three of "
         f"{EVALUATIONS} evaluations. A missed target scores the whole run: its steps, and as seconds the method's own "
         "or AdamW's, whichever are more.",
+        "- The best rival to a target is the one that needs least. Rivals that miss it do not count, unless all of "
+        "them do. Of rivals that need the same, the one that ends lowest counts.",
         "- Steps are shares of the run, seconds shares of AdamW's run. Seconds are steps times their cost, which is "
         "timed in turn with AdamW's over whole cycles of refreshes.",
         "- The loss at equal seconds is read when a method has used AdamW's seconds. Its schedule is not at its end "
         "then, if its steps cost more.",
-        "- The one setting for all tasks has the least geometric mean of final losses over AdamW's best, on the seed "
-        "of the search.",
+        "- The one setting for all tasks has the least mean over the tasks of its rank, by final loss on the seed of "
+        "the search, among the method's settings that ran on every task. Equal mean ranks: the least geometric mean "
+        f"of losses. The grid is not extended for it, even where it is at the edge{edges}.",
+        "- The first version of this board chose the one setting by the geometric mean of losses over AdamW's best. "
+        "`poisson`, whose losses span five orders of magnitude, decided that mean: without it nine of thirteen methods "
+        "would have had another setting. The rule was changed for this reason, after the results were known.",
         f"- Machine: {machine['processor']}, {machine['cores']} cores, torch {data['versions']['torch']}.",
         "",
         f"Variants of ours that were tried: {data.get('variants', VARIANTS)}",
@@ -327,8 +379,12 @@ def page(data: Mapping[str, Any], images: str) -> str:
     ]
     for horizon, mode, what in _parts(data):
         scores = scores_of(data, horizon, mode)
-        name = "N" if horizon == "1" else f"{horizon}N"
-        lines += [f"## {name} steps, {what}", "", headline(scores, titles), beside_rivals(scores, kinds, titles)]
+        lines += [
+            f"## {horizon_name(horizon)} steps, {what}",
+            "",
+            headline(scores, titles),
+            beside_rivals(scores, kinds, titles),
+        ]
         if mode == "one":
             own = scores_of(data, horizon, mode, target_mode="one")
             lines += [
@@ -407,7 +463,7 @@ def write(data: Mapping[str, Any], path: Path, images: Path) -> None:
     """Write the page and its plots."""
     images.mkdir(parents=True, exist_ok=True)
     for horizon, mode, what in _parts(data):
-        title = f"{'N' if horizon == '1' else f'{horizon}N'} steps, {what}"
+        title = f"{horizon_name(horizon)} steps, {what}"
         scores = scores_of(data, horizon, mode)
         plot_profile(data, scores, title, images / f"scoreboard-profile-{horizon}-{mode}.png")
         if mode == "tuned":
