@@ -61,7 +61,7 @@ def test_what_natgrad_wins_and_what_others_lose_is_in_the_table(outcome):
     assert "accuracy" in metric.title
     assert {row[0]: row[4] for row in end.rows}["natgrad"] == "40%"
     assert "damping 0.03" in {row[0]: row[1] for row in settings.rows}["natgrad"]
-    assert "AdamW the others" in settings.caption
+    assert all("AdamW the others" in sheet.caption for sheet in (loss, metric, settings))
     assert "Median of seeds 0 to 2" in end.caption
 
 

@@ -49,7 +49,7 @@ def _cost(outcome: TaskComparison, quantity: Quantity) -> Sheet:
         title=f"{outcome.task.name}: to {quantity_name(outcome, quantity)} {outcome.target[quantity]:.4g}",
         headings=("optimizer", "steps", against, "seconds", against, "peak MiB", against, "seeds there"),
         rows=rows,
-        caption=f"Target: {outcome.target_origin}. {_reading(outcome)}",
+        caption=f"Target: {outcome.target_origin}. {_reading(outcome)} {_muon_part(outcome)}".rstrip(),
     )
 
 
@@ -107,7 +107,11 @@ def _muon_part(outcome: TaskComparison) -> str:
     if all(row.settings["optimizer"] != "muon" for row in outcome.rows):
         return ""
     matrices, others = (sum(each.numel() for each in part) for part in split_for_muon(outcome.task.model()))
-    return f"Muon takes {matrices:,} of the {matrices + others:,} parameters, AdamW the others."
+    none = "" if matrices else " Here it is AdamW."
+    return (
+        f"Muon takes the weights of linear layers but the last, {matrices:,} of the {matrices + others:,} parameters; "
+        f"AdamW the others, convolutions too.{none}"
+    )
 
 
 def _reading(outcome: TaskComparison) -> str:
