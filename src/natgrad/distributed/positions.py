@@ -43,6 +43,7 @@ class Position:
         call: The call or phase, as an error message names it.
         steps: The completed steps of each preconditioner, by the key that `Positions.add_preconditioner` returns.
         stepping: The key of the preconditioner whose `step` is in progress. None: none.
+        passes: The passes since the last step of each preconditioner in which all ranks take part.
         error: The exception that ended the last call. Empty: none.
         beat: How often the position has been published. -1: never.
         ended: Whether the process has left the process group, or is ending.
@@ -51,6 +52,7 @@ class Position:
     call: str = "before its first step()"
     steps: dict[str, int] = field(default_factory=dict)
     stepping: str | None = None
+    passes: dict[str, int] = field(default_factory=dict)
     error: str = ""
     beat: int = -1
     ended: bool = False
@@ -116,7 +118,8 @@ class Positions:
         """
         kind = f"{digest:08x}/{crc32(repr(sorted(ranks)).encode()):08x}"
         key = f"{kind}/{sum(other.startswith(kind) for other in self.here.steps)}"
-        self.here.steps = {**self.here.steps, key: 0}  # the thread may be reading the other
+        # The thread may be reading the others.
+        self.here.steps, self.here.passes = {**self.here.steps, key: 0}, {**self.here.passes, key: 0}
         return key
 
     def enter(self, call: str) -> None:

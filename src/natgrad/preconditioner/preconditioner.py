@@ -290,7 +290,7 @@ class Preconditioner:
             parts.scheduler.rule.check(progress.step)
             damping = progress.damping = parts.damping_now()
             self._follow_model()
-            if not (self.call_order.check() and self._has_work()):
+            if not (self.call_order.check() and self._has_work()) or self.skipped_steps.is_extra():
                 return
             self._compare_settings(damping)
             if parts.renews_in_background:
