@@ -324,9 +324,7 @@ def test_a_table_that_is_a_head_without_a_module_stays_plain(sharing):
     model, few = FunctionalHead(), torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(0))
     refresh = natgrad.Refresh(factors=2, inverses=3)
     preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing), refresh=refresh)
-    with pytest.warns(
-        natgrad.NatgradWarning, match=r"table\.weight: some rows have one without any lookup"
-    ):
+    with pytest.warns(natgrad.NatgradWarning, match=r"table\.weight: some rows have one without any lookup"):
         raw = language_step(model, preconditioner, few)
     for _ in range(5):
         assert torch.equal(model.table.weight.grad, raw)

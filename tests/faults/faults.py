@@ -574,3 +574,49 @@ _add(
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
     ("capture.pipelined:BucketedStatistics.reduce", "received.scale_gradients(self._gain)", "pass"),
 )
+_add(
+    "digests_unchecked",
+    "The digests of a checkpoint's files are not compared.",
+    "training/test_checkpoint.py::test_one_flipped_bit_falls_back_to_the_checkpoint_before",
+    ("training.checkpoint:_check", "if _digest(path / name) != digests[name]:", "if False:"),
+)
+_add(
+    "unpickler_open",
+    "The index of a checkpoint of an earlier version may name any class.",
+    "training/test_malicious_checkpoints.py::test_a_pickle_in_place_of_the_index_of_an_earlier_version",
+    (
+        "training.old_checkpoint:_Unpickler.find_class",
+        'raise pickle.UnpicklingError(f"it refers to {module}.{name}")',
+        "return pickle.Unpickler.find_class(self, module, name)",
+    ),
+)
+_add(
+    "lock_shared",
+    "Two processes may hold the lock of a folder.",
+    "training/test_folders.py::test_a_second_process_is_refused_until_the_first_one_is_killed",
+    ("training.files:_lock", "fcntl.LOCK_EX", "fcntl.LOCK_SH"),
+)
+_add(
+    "foreign_folder",
+    "A run writes into a folder that holds other files.",
+    "training/test_folders.py::test_a_folder_with_other_files_is_refused_and_left_alone",
+    ("training.files:_check_unused", "if others:", "if False:"),
+)
+_add(
+    "store_everywhere",
+    "The store of the ranks of one machine listens on all interfaces.",
+    "distributed/test_training.py::test_a_run_listens_on_the_loopback_address_only",
+    ("training.launch:_Rendezvous.__init__", "socket.create_server((_LOOPBACK, 0))", 'socket.create_server(("", 0))'),
+)
+_add(
+    "skip_unseen",
+    "A rank that skips a step does not compare with the others.",
+    "distributed/test_skipped_steps.py::test_a_skipped_step_without_messages",
+    ("preconditioner.skipped_steps:SkippedSteps.begin_forward", "if _is_compared(self._skipped):", "if False:"),
+)
+_add(
+    "roots_required",
+    "Natural Muon takes the plain gradient of a matrix that has no roots yet.",
+    "test_natural_muon.py::test_an_expert_that_is_reached_between_two_refreshes_moves_by_muon",
+    ("state.block_group:BlockGroup.solve", "and self.curvature.needs_results", ""),
+)
