@@ -78,11 +78,11 @@ class SkippedSteps:
         parameter = slots[-1].parameter
         self._parameter, self._version = weakref.ref(parameter), parameter._version
         # Before the hook of FSDP2, which sends messages.
-        self._handles.append(parts.model.register_forward_pre_hook(BeginHook(self), prepend=True))
-        self._handles.append(parts.model.register_forward_hook(EndHook(self), always_call=True))
+        self._handles.append(parts.model.register_forward_pre_hook(_Report(self.begin_forward), prepend=True))
+        self._handles.append(parts.model.register_forward_hook(_Report(self.end_forward), always_call=True))
         if not parameter.is_leaf or not parameter.requires_grad:
             return
-        self._handles.append(parameter.register_post_accumulate_grad_hook(BackwardHook(self)))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(_Report(self.take_gradient)))
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -159,8 +159,8 @@ class SkippedSteps:
         self._wait(found, key, look)
         return is_extra
 
-    def begin_forward(self) -> None:
-        """Record that a forward pass begins, and compare the ranks if a step was skipped."""
+    def begin_forward(self, model: nn.Module) -> None:
+        """Record that a forward pass of the model begins, and compare the ranks if a step was skipped."""
         found, parameter = self._positions, None if self._parameter is None else self._parameter()
         if found is None or parameter is None or not torch.is_grad_enabled():
             return
@@ -176,10 +176,10 @@ class SkippedSteps:
                 found.here.call = call
         self._version, self._began = version, True
         repeats = self._parts.hooks.forward is not self._parts.capture.forward  # in the second pass of a step
-        if not repeats and self._passes.begin_forward(BackwardHook(self)):
+        if not repeats and self._passes.begin_forward(_Report(self.take_gradient)):
             self._count_pass(found, "forward")
 
-    def end_forward(self) -> None:
+    def end_forward(self, model: nn.Module) -> None:
         """Announce the exception that ends a forward pass, if there is one, and explain one of a lost connection."""
         error = sys.exc_info()[1]
         if self._positions is not None and error is not None:
@@ -329,45 +329,19 @@ def _is_compared(number: int) -> bool:
     return number <= _COMPARED or number & (number - 1) == 0
 
 
-class _Hook:
-    """A hook on a module or parameter. Copies do nothing."""
+class _Report:
+    """A hook that calls a method of `SkippedSteps`, held weakly. In compiled code, or copied, it does nothing."""
 
-    def __init__(self, steps: SkippedSteps | None = None) -> None:
-        """Report to `steps`, which is held weakly."""
-        self._steps = None if steps is None else weakref.ref(steps)
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        """Call a bound method. None: call nothing."""
+        self._method = None if method is None else weakref.WeakMethod(method)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a hook that does nothing."""
         return (type(self), ())
 
-    @property
-    def steps(self) -> SkippedSteps | None:
-        """The receiver. None: there is none, or the code is being compiled."""
-        return None if self._steps is None or torch.compiler.is_compiling() else self._steps()
-
-
-class BeginHook(_Hook):
-    """Reports the beginning of the model's forward."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Report it, as a forward pre-hook."""
-        if self.steps is not None:
-            self.steps.begin_forward()
-
-
-class EndHook(_Hook):
-    """Reports the end of the model's forward."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Report it, as a forward hook."""
-        if self.steps is not None:
-            self.steps.end_forward()
-
-
-class BackwardHook(_Hook):
-    """Reports that a parameter has received a gradient."""
-
-    def __call__(self, parameter: Tensor) -> None:
-        """Report it, as a hook after the accumulation."""
-        if self.steps is not None:
-            self.steps.take_gradient(parameter)
+    def __call__(self, reported: Any, *_: Any) -> None:
+        """Pass on the module or parameter that the hook is on."""
+        method = None if self._method is None or torch.compiler.is_compiling() else self._method()
+        if method is not None:
+            method(reported)
