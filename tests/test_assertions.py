@@ -14,7 +14,7 @@ CHECKS = {"raises", "warns", "deprecated_call", "fail", "gradcheck", "check_call
 SILENT = "error::natgrad.NatgradWarning"
 
 
-@dataclass
+@dataclass(eq=False)
 class Module:
     """The functions and classes of a file, and what it imports from other files of the tests.
 
@@ -29,13 +29,13 @@ class Module:
 
 def parsed(text):
     """Return the module of a text."""
-    module = Module()
-    for node in ast.walk(ast.parse(text)):
+    module, tree = Module(), ast.parse(text)
+    for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests"):
             file = TESTS.parent / f"{node.module.replace('.', '/')}.py"
             for alias in node.names:
                 module.imports[alias.asname or alias.name] = (file, alias.name)
-    for node in ast.parse(text).body:
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             module.definitions[node.name] = node
     return module
@@ -57,18 +57,24 @@ def asserts(node):
     return False
 
 
+@cache
+def found_in(module, name):
+    """Return whether a function or class has an assertion itself, and the names that it uses."""
+    node = module.definitions[name]
+    names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    return asserts(node), names | {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}  # fixtures
+
+
 def can_fail(module, name, seen=()):
     """Return whether a function or class, or one that it uses by name, has an assertion."""
     while name not in module.definitions and name in module.imports:
         path, name = module.imports[name]
         module = module_of(path)
-    node = module.definitions.get(name)
-    if node is None or (id(module), name) in seen:
+    if name not in module.definitions or (module, name) in seen:
         return False
-    names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-    names |= {argument.arg for argument in ast.walk(node) if isinstance(argument, ast.arg)}  # fixtures
-    seen = (*seen, (id(module), name))
-    return asserts(node) or any(can_fail(module, other, seen) for other in names)
+    fails, names = found_in(module, name)
+    seen = (*seen, (module, name))
+    return fails or any(can_fail(module, other, seen) for other in names)
 
 
 def test_every_test_has_an_assertion():
