@@ -128,6 +128,7 @@ def test_a_wrong_value_is_named_with_its_line(tmp_path, finished):
 ODD_NAMES = ["[bold]x[/bold]", "[/bold]", "a b", "new\nline", "\u00fcn\u00ef", "-dash", "%s{0}"]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_any_name_of_a_folder_is_printed_as_it_is(tmp_path, name):
     folder = tmp_path / name

@@ -306,6 +306,7 @@ def losses_around(spiked, *, memory, inputs=1.0, gain=1.0, activation=nn.ReLU):
     return losses[max(spiked) + 1 :], preconditioner.metrics()
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("memory", [None, 10])
 @pytest.mark.parametrize(("inputs", "gain"), [(1e3, 1.0), (1.0, 1e3)])
 def test_one_batch_of_another_scale_changes_little(inputs, gain, memory):

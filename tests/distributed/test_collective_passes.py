@@ -86,6 +86,7 @@ def skip(wrapper, refresh, normalized, clears, skipped=3):
     return outcome(go_on)[:2]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("wrapper", "refresh", "normalized", "clears"),
     [
@@ -140,6 +141,7 @@ def step_again(wrapper, refresh, change, here):
     return error, seconds, training.preconditioner.metrics()["step"], warned
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("wrapper", "refresh", "change"),
     [

@@ -99,7 +99,7 @@ def save(folder, own):
     checkpoint.save(folder, own.position.step, own.state_dict())
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize(
     ("name", "options", "at"),

@@ -47,7 +47,11 @@ def same(one, other):
         {"task": "digits", "optimizer": "sgd", "options": {"momentum": 0.9}, "learning_rate": 0.01, **KFAC, "steps": 7},
         {"task": "tabular", "optimizer": "sgd", "learning_rate": 0.01, "curvature": "kbfgs", "steps": 5},
         {"task": "tabular", "optimizer": "sgd", "learning_rate": 0.01, "curvature": "hylo", "inverses": 3, "steps": 9},
-        {"task": "glyphs", "task_options": {"images": 64}, "batch_size": 32, "steps": 3, "accumulate": 2},
+        pytest.param(
+            {"task": "glyphs", "task_options": {"images": 64}, "batch_size": 32, "steps": 3, "accumulate": 2},
+            marks=pytest.mark.slow,
+        ),
+        {"task": "digits", "batch_size": 32, "steps": 3, "accumulate": 2},
         {"task": "text", "task_options": {"sequences": 64, "context": 16}, "steps": 3, **KFAC, "learning_rate": 1e-3},
     ],
     ids=lambda settings: f"{settings['task']}-{settings.get('curvature', 'none')}",
