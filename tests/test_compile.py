@@ -184,6 +184,7 @@ class Frames(nn.Module):
         return self.forward({"x": x})
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("curvature", FISHERS)
 def test_the_batch_size_of_a_compiled_model(curvature):
     """That of a tensor in a dict, which shrinks and grows."""

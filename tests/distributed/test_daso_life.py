@@ -94,7 +94,7 @@ def test_a_state_of_an_epochs_end_goes_to_other_nodes(ranks):
     ranks.run(4, load_elsewhere, run, False, (2, 2))
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("seed", range(10))
 def test_ranks_that_come_late(ranks, seed):
