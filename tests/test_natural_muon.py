@@ -392,3 +392,15 @@ def test_adapters_below_a_frozen_head_all_move_by_the_update():
     optimizer.step()
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == {"down.weight", "up.weight"}
+
+
+def test_a_frozen_head_may_be_left_to_adamw_by_name():
+    optimizer = natgrad.NaturalMuon(Adapted(), adamw=["head"])
+    assert len(optimizer.param_groups[0]["params"]) == 3
+
+
+def test_a_frozen_teacher_has_no_head_of_the_model():
+    model = Network()
+    model.teacher = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_(False)
+    optimizer = natgrad.NaturalMuon(model)
+    assert "head.weight" in names(model, optimizer.param_groups[1])

@@ -58,7 +58,8 @@ class CollectivePasses:
             self._is_counted = True
             return True
         # A rank may leave out any layer if find_unused_parameters is set.
-        if self._synchronizes and (self.number >= self.most or wrapper.find_unused_parameters):
+        is_next = not self._is_counted and self.number >= self.most
+        if self._synchronizes and (is_next or wrapper.find_unused_parameters):
             for parameter in wrapper.parameters():
                 if parameter.requires_grad:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))

@@ -89,9 +89,9 @@ def unfrozen(model: nn.Module) -> Iterator[None]:
     """Have frozen parameters require gradients meanwhile, to find what would be covered if they were trained."""
     parameters = [p for p in model.parameters() if p.is_floating_point() and not is_lazy(p) and not p.is_inference()]
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
     try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         yield
     finally:
         for parameter in frozen:

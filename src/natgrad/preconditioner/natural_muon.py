@@ -19,7 +19,7 @@ from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import require
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.arguments import unwrap
-from natgrad.preconditioner.coverage import cover, unfrozen
+from natgrad.preconditioner.coverage import Place, cover, unfrozen
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.preconditioner.heads import HeadCheck, likely_heads, matrices_of
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -146,8 +146,8 @@ class NaturalMuon(PreconditionedOptimizer):
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if head != "spectral":
             moved_by = head if isinstance(head, Spectral) else None
-            left = [name for name in matrices if _first_match(name, adamw) is not None]
-            likely = [name for name in likely_heads(root, every) if name not in left]
+            left = [name for name in every if _first_match(name, adamw) is not None]
+            likely = [name for name in likely_heads(root, _beside_trained(every)) if name not in left]
             _add(curvature, dict.fromkeys(map(escape, likely) if heads is None else heads, moved_by))
         _add(curvature, {pattern: spectral(count) for pattern, count in (groups or {}).items()})
         if any(_first_match(name, curvature) is None for name in every):
@@ -242,6 +242,15 @@ def _conclude(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
     if hooks.on_outputs is not None and optimizer._check.saw_passes:
         hooks.on_outputs = None
         optimizer._check.warn()
+
+
+def _beside_trained(matrices: Mapping[str, Place]) -> dict[str, Place]:
+    """Return the matrices in modules with a trained parameter: a frozen teacher has no head of this model."""
+    return {
+        name: place
+        for name, place in matrices.items()
+        if place.parent is None or any(parameter.requires_grad for parameter in place.parent.parameters())
+    }
 
 
 def _add(curvature: dict[str, Curvature | None], others: Mapping[str, Curvature | None]) -> None:

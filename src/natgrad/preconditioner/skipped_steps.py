@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.distributed.fsdp import is_sharded
 from natgrad.distributed.positions import BEAT, Position, Positions
 from natgrad.errors import LostRankError, NatgradWarning
 from natgrad.layers import Handle, remove_all
@@ -201,7 +202,9 @@ class SkippedSteps:
         gradient = parameter.grad
         if gradient is None:
             return True
-        return on_host(gradient) and gradient._version != self._gradient_version and not gradient.any()
+        # Whether a sharded gradient is 0 is only known by a message.
+        known = on_host(gradient) and not is_sharded(gradient)
+        return known and gradient._version != self._gradient_version and not gradient.any()
 
     def _count_from_zero(self, found: Positions) -> None:
         self._passes.restart()
