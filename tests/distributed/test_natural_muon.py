@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -12,6 +11,7 @@ import natgrad
 from tests.dense.reference import relative_error
 from tests.distributed.jobs import batch, share
 from tests.distributed.sharded_jobs import Network
+from tests.test_natural_muon import Experts
 
 STEPS = range(4)
 
@@ -53,19 +53,6 @@ def test_every_placement_equals_one_process(ranks, ranks_, kind, options):
     for found in ranks.run(ranks_, train, kind, options):
         errors = {name: relative_error(found[name], value) for name, value in alone.items()}
         assert max(errors.values()) < 1e-9, errors
-
-
-class Experts(nn.Module):
-    """Two experts, one of which the router has chosen."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.experts = nn.ModuleList(nn.Linear(5, 4) for _ in range(2))
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x, expert):
-        return self.head(self.experts[expert](x).tanh())
 
 
 def train_experts(placement):
