@@ -164,6 +164,21 @@ def test_reentrant_checkpoints(way, curvature, micro_batches, reduction):
     assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("way", [PLAIN, REENTRANT])
+def test_natural_muon_moves_recomputed_layers_as_others(way):
+    plain, recomputed = network(dropout=0.5), network(way, 0.5)
+    for model in (plain, recomputed):
+        optimizer = natgrad.NaturalMuon(model, interval=2, heads=["exit"], accumulation="sum")
+        for step in range(4):
+            torch.manual_seed(step)
+            x, y = torch.randn(2, 6, 5, 3, dtype=torch.float64), torch.randint(3, (2, 6))
+            optimizer.zero_grad()
+            for micro_batch in range(2):
+                cross_entropy(model(x[micro_batch]), y[micro_batch]).backward()
+            optimizer.step()
+    assert_same(recomputed.state_dict(), plain.state_dict())
+
+
 def test_selective_checkpoints_know_no_sampled_fisher():
     """PyTorch's own limit, which a later version may lift."""
     with pytest.raises(RuntimeError, match="only allowed to backward once"):

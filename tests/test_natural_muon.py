@@ -148,6 +148,24 @@ def test_resuming_is_bit_exact():
         assert torch.equal(one, two)
 
 
+def test_a_scaled_loss_moves_as_the_plain_one_and_a_skipped_step_leaves_no_trace():
+    plain, scaled = Network(), Network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    first, second = natgrad.NaturalMuon(plain, interval=2), natgrad.NaturalMuon(scaled, interval=2, scaler=scaler)
+    for step in range(7):
+        x, y = batch(step)
+        if step != 3:
+            first.zero_grad()
+            cross_entropy(plain(x), y).backward()
+            first.step()
+        second.zero_grad()
+        scaler.scale(cross_entropy(scaled(x), y) * (torch.inf if step == 3 else 1)).backward()
+        scaler.step(second)
+        scaler.update()
+    for one, two in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_a_copy_goes_on_as_the_original():
     model = Network()
     optimizer = natgrad.NaturalMuon(model, interval=3)

@@ -189,11 +189,15 @@ def train_sharded(kind, steps, folder, saving):
     if place()[1] > 1:
         for module in (model[0], model[3], model):
             fully_shard(module)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    preconditioner = natgrad.Preconditioner(
-        model, optimizer=optimizer, damping=0.05, refresh=natgrad.Refresh(factors=2, inverses=3)
-    )
-    both = natgrad.PreconditionedOptimizer(optimizer, preconditioner)
+    if kind == "natural muon":
+        both = natgrad.NaturalMuon(model, lr=0.05, interval=2)
+        preconditioner = both.preconditioner
+    else:
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        preconditioner = natgrad.Preconditioner(
+            model, optimizer=optimizer, damping=0.05, refresh=natgrad.Refresh(factors=2, inverses=3)
+        )
+        both = natgrad.PreconditionedOptimizer(optimizer, preconditioner)
     if not saving:
         model_state, optimizer_state = get_state_dict(model, both)
         state = {"model": model_state, "optimizer": optimizer_state, "preconditioner": preconditioner}
@@ -215,7 +219,7 @@ def train_sharded(kind, steps, folder, saving):
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "natural muon"])
 def test_sharded_states(ranks, tmp_path, kind):
     straight = ranks.run(2, train_sharded, kind, range(6), str(tmp_path / "straight"), True)[0]
     ranks.run(2, train_sharded, kind, range(3), str(tmp_path / "half"), True)
