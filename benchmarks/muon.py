@@ -66,10 +66,10 @@ def lean_muon(model: nn.Module) -> Pair:
     return Pair(LeanMuon(matrices, lr=1e-3, momentum=0.9), AdamW(rest, lr=1e-3))
 
 
-def natural(steps: int) -> Callable[[nn.Module], Optimizer]:
-    """Return natural Muon with so many Newton-Schulz steps, which refreshes in the first step of each cycle."""
+def natural(dtype: torch.dtype | None) -> Callable[[nn.Module], Optimizer]:
+    """Return natural Muon with products in `dtype`, which refreshes in the first step of each cycle."""
     return lambda model: natgrad.NaturalMuon(
-        model, lr=1e-3, steps=steps, refresh=natgrad.Refresh(factors=CYCLE, inverses=CYCLE)
+        model, lr=1e-3, dtype=dtype, refresh=natgrad.Refresh(factors=CYCLE, inverses=CYCLE)
     )
 
 
@@ -77,8 +77,8 @@ METHODS: dict[str, Callable[[nn.Module], Pair | Optimizer]] = {
     "AdamW": lambda model: AdamW(model.parameters(), lr=1e-3),
     "torch.optim.Muon": torch_muon,
     "Muon, float32": lean_muon,
-    "NaturalMuon": natural(4),
-    "NaturalMuon, 5 steps": natural(5),
+    "NaturalMuon": natural(None),
+    "NaturalMuon, bfloat16": natural(torch.bfloat16),
 }
 
 

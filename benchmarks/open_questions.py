@@ -285,6 +285,7 @@ METHODS: dict[str, Callable[[nn.Module, float], Stepper]] = {
     "momentum .95": natural(head="adamw", momentum=0.95),
     "interval 10": natural(head="adamw", interval=10),
     "interval 100": natural(head="adamw", interval=100),
+    "bfloat16": natural(head="adamw", dtype=torch.bfloat16),
     "KL-Shampoo": kl_shampoo,
     # Convolutions by half powers without a polar factor, for `shapes`.
     "half convolutions": natural(head=natgrad.Spectral(power=0.5, steps=0), heads=["body.*"], adamw=["kind", "place"]),

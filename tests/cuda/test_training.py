@@ -32,6 +32,15 @@ def test_a_gpu_does_what_a_cpu_does(make):
     dense.assert_equal(gradients, here.gradients, 1e-7)
 
 
+def test_natural_muon_multiplies_in_bfloat16():
+    def shown(dtype):
+        rows = natgrad.NaturalMuon(Network().to("cuda", dtype), heads=["head"]).preconditioner.explain().rows
+        return next(row.curvature for row in rows if row.parameter == "positions.weight")
+
+    assert "dtype=torch.bfloat16" in shown(torch.float32)
+    assert "dtype" not in shown(torch.float64)
+
+
 def test_a_state_goes_from_one_to_the_other():
     with On("cuda"):
         there = Training(natgrad.KFAC)

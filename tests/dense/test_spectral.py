@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import conv2d, mse_loss, unfold
 
 import natgrad
-from natgrad.linalg.roots import inverse_root, inverse_square_root, polar
+from natgrad.linalg.roots import inverse_root, inverse_square_root, newton_schulz, polar
 from tests.dense.reference import relative_error
 
 DELTA, MOMENTUM, DECAY = 0.02, 0.8, 0.5
@@ -87,7 +87,7 @@ def test_groups_of_outputs_have_polar_factors_of_their_own(steps, outputs):
             left, _, right = torch.linalg.svd(X, full_matrices=False)
             update = left @ right @ A
         elif steps:
-            update = newton_schulz(X, steps) @ A
+            update = dense_newton_schulz(X, steps) @ A
         assert relative_error(found, 0.2 * update.numel() ** 0.5 * update / update.norm()) < 1e-9
 
 
@@ -105,7 +105,7 @@ def test_a_convolution_with_groups_moves_group_by_group():
         assert relative_error(found, expected) < 1e-9
 
 
-def newton_schulz(X, steps):
+def dense_newton_schulz(X, steps):
     X = X / X.norm()
     for _ in range(steps):
         S = X @ X.mT
@@ -122,8 +122,22 @@ def test_newton_schulz_steps_are_those_of_muon(exponent, inputs, outputs):
     g = 2 * (model(x) - y).detach() / outputs
     precondition(model, spectral(exponent, 5), x, y)
     A, G = (power(damped(rows.mT @ rows / 16), -exponent) for rows in (x, g))
-    update = newton_schulz(G @ g.mT @ x @ A, 5) @ A
+    update = dense_newton_schulz(G @ g.mT @ x @ A, 5) @ A
     assert relative_error(model.weight.grad, 0.2 * update.numel() ** 0.5 * update / update.norm()) < 1e-9
+
+
+@pytest.mark.parametrize("exponent", [0, 0.25])
+@pytest.mark.parametrize(("inputs", "outputs", "groups"), [(60, 40, 1), (40, 60, 1), (50, 50, 1), (40, 60, 3)])
+def test_products_in_bfloat16_are_as_near_as_bfloat16_is(exponent, inputs, outputs, groups):
+    found = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = nn.Linear(inputs, outputs, bias=False)
+        curvature = natgrad.Spectral(power=exponent, groups=groups, dtype=dtype)
+        precondition(model, curvature, torch.randn(256, inputs), torch.randn(256, outputs))
+        assert model.weight.grad.dtype == torch.float32
+        found.append(model.weight.grad)
+    assert 1e-4 < relative_error(*found) < 0.02
 
 
 @pytest.mark.parametrize("change", [{"reduction": "sum"}, {"kl_clip": 1e-9, "damping": DELTA}])
@@ -166,6 +180,7 @@ def test_a_block_moves_if_any_element_of_its_gradient_is_not_zero(groups):
 def test_matrices_of_zeros_stay_zero_and_have_the_identitys_root():
     zeros = torch.zeros(1, 3, 4).double()
     assert not polar(zeros).any()
+    assert not newton_schulz(zeros.bfloat16(), 4).any()
     assert inverse_square_root(torch.zeros(1, 3, 3).double(), 4).isfinite().all()
     root, succeeded = inverse_root(torch.zeros(1, 3, 3).double(), 0.25, 0.5)
     assert succeeded.all()
@@ -182,8 +197,14 @@ def test_matrices_of_zeros_stay_zero_and_have_the_identitys_root():
         ("momentum", 1.0),
         ("max_factor_size", 0),
         ("groups", 0),
+        ("dtype", torch.float16),
     ],
 )
 def test_arguments_are_checked(argument, value):
     with pytest.raises(ValueError, match=f"{argument}="):
         natgrad.Spectral(**{argument: value})
+
+
+def test_an_exact_polar_factor_is_not_in_bfloat16():
+    with pytest.raises(ValueError, match=r"dtype=torch\.bfloat16"):
+        natgrad.Spectral(steps=None, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.linalg import product
-from natgrad.linalg.roots import inverse_root, inverse_square_root, polar
+from natgrad.linalg.roots import inverse_root, inverse_square_root, newton_schulz, polar
 from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, TensorSpec
 
@@ -58,6 +58,7 @@ class Spectral(Curvature):
         likelihood: str | Likelihood | None = None,
         max_factor_size: int | None = 8192,
         groups: int = 1,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Choose the variant.
 
@@ -74,6 +75,9 @@ class Spectral(Curvature):
                 large vocabulary, are left to the optimizer: a factor takes d² memory and d³ work. None: any number.
             groups: The number of equal groups of outputs with separate polar factors: 3 for a layer that computes
                 queries, keys and values at once. All groups share the factors A and G.
+            dtype: That of the update's products. None: the gradient's, at least float32. ``torch.bfloat16``: as
+                ``torch.optim.Muon``, summed in float32; GPUs and some CPUs multiply it several times as fast. Factors
+                and roots are computed in at least float32 in either case.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -86,14 +90,16 @@ class Spectral(Curvature):
         if max_factor_size is not None:
             check_whole("max_factor_size", max_factor_size, 1)
         check_whole("groups", groups, 1)
-        self.max_factor_size, self.groups = max_factor_size, groups
+        require(dtype in (None, torch.bfloat16), "dtype", dtype, "None or torch.bfloat16")
+        require(dtype is None or steps is not None, "dtype", dtype, "None for an exact polar factor (steps=None)")
+        self.max_factor_size, self.groups, self.dtype = max_factor_size, groups, dtype
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
         """Show the variant."""
         groups = f", groups={self.groups}" if self.groups > 1 else ""
         shown = f"power={self.power:g}, steps={self.steps}, momentum={self.momentum:g}, fisher={self.fisher!r}{groups}"
-        return f"Spectral({shown})"
+        return f"Spectral({shown}{'' if self.dtype is None else f', dtype={self.dtype}'})"
 
     @override
     def variant_for(self, layer: Layer) -> Curvature | str:
@@ -119,9 +125,10 @@ class Spectral(Curvature):
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
         if not self.power:
             return ()
+        squared = self.steps and self.dtype is None and d_out // self.groups <= d_in
         return tuple(
             Task(name, (name[0],), (TensorSpec(f"root_{name}", (size, size), symmetric=True),), _ROOT * size**3)
-            for name, size in (("A2" if self.steps and d_out // self.groups <= d_in else "A", d_in), ("G", d_out))
+            for name, size in (("A2" if squared else "A", d_in), ("G", d_out))
         )
 
     @override
@@ -174,12 +181,17 @@ class Spectral(Curvature):
         damping: float,
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
+        if self.dtype is not None:
+            update = update.to(self.dtype)
+            computed = {name: root.to(self.dtype) for name, root in computed.items()}
         if computed:
             update = product(computed["root_G"], update)
         if self.groups > 1:  # each group of outputs is a matrix
             update = update.unflatten(1, (self.groups, -1)).flatten(0, 1)
             computed = {name: computed[name].repeat_interleave(self.groups, 0) for name in computed.keys() - {"root_G"}}
-        update = self._spectral(update, computed) if self.steps else self._direct(update, computed)
+        factored = self.steps and self.dtype is None
+        update = self._by_root(update, computed) if factored else self._direct(update, computed)
+        update = update.to(gradient.dtype)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
         norm = torch.linalg.vector_norm(update, dim=(1, 2))
         # Without a gradient a layer does not move. (On a CPU `any` of numbers takes five times as long.)
@@ -190,14 +202,14 @@ class Spectral(Curvature):
         return update.mul_(scale.view(-1, 1, 1)).view_as(gradient)
 
     def _direct(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
-        """Return ``X = left A_δ^-p`` or, with the exact polar factor, ``polar(X) A_δ^-p``."""
+        """Return ``X = left A_δ^-p``, or ``polar(X) A_δ^-p``."""
         X = product(left, computed["root_A"]) if computed else left
-        if self.steps is None:
-            X = polar(X)
-            X = product(X, computed["root_A"]) if computed else X
-        return X
+        if self.steps == 0:
+            return X
+        X = polar(X) if self.steps is None else newton_schulz(X, self.steps)
+        return product(X, computed["root_A"]) if computed else X
 
-    def _spectral(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+    def _by_root(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
         """Return ``polar(X) A_δ^-p`` with X = ``left A_δ^-p``, up to a factor.
 
         The polar factor is ``(X Xᵀ)^(-1/2) X`` and ``X (Xᵀ X)^(-1/2)``: the one that takes a root of the smaller side.

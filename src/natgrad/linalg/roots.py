@@ -71,3 +71,27 @@ def inverse_square_root(squares: Tensor, steps: int) -> Tensor:
         Q = torch.baddbmm(S, S, S, beta=b, alpha=c)
         P = torch.baddbmm(P, Q, P, beta=a)
     return P
+
+
+def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
+    """Return approximate polar factors, by the iteration of `inverse_square_root` on the matrices themselves.
+
+    In bfloat16 only this form is sound: the small eigenvalues of a rounded ``X Xᵀ`` may be negative, and grow.
+
+    Args:
+        matrices: X ``[N, o, i]``.
+        steps: The number of Newton-Schulz steps.
+
+    Returns:
+        ``[N, o, i]``. Matrices of zeros stay zero. Cost: steps N (2 o i + d²) d multiply-adds, with d the smaller of o
+        and i.
+    """
+    a, b, c = _COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    X = matrices * torch.where(norm > 0, norm, 1).reciprocal().to(matrices.dtype)
+    X = X.mT if tall else X
+    for _ in range(steps):
+        S = torch.bmm(X, X.mT)
+        X = torch.baddbmm(X, torch.baddbmm(S, S, S, beta=b, alpha=c), X, beta=a)
+    return X.mT if tall else X

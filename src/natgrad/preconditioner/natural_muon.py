@@ -63,6 +63,7 @@ class NaturalMuon(PreconditionedOptimizer):
         heads: Sequence[str] | None = None,
         adamw: Sequence[str] = (),
         groups: Mapping[str, int] | None = None,
+        dtype: torch.dtype | Literal["auto"] | None = "auto",
         refresh: RefreshRule | str | None = None,
         placement: str | Placement = "auto",
         precision: Precision | None = None,
@@ -98,6 +99,8 @@ class NaturalMuon(PreconditionedOptimizer):
             adamw: The fnmatch patterns of the names of layers that AdamW moves.
             groups: For fnmatch patterns of names of layers, the number of their equal groups of outputs that are
                 matrices of their own: ``{"*.qkv": 3}`` for queries, keys and values that one layer computes.
+            dtype: That of the update's products (`natgrad.Spectral`). "auto": ``torch.bfloat16`` on GPUs that multiply
+                it, unless the model is in float64 or `steps` is None; otherwise None.
             refresh: A rule in place of `interval`.
             placement: As of `natgrad.Preconditioner`, like all that follow.
             precision: The dtypes of factors, messages and solves.
@@ -140,8 +143,12 @@ class NaturalMuon(PreconditionedOptimizer):
             every = matrices_of(root)
         require(matrices, "model", type(model).__name__, "a model with linear layers or convolutions")
 
+        require(dtype in ("auto", None, torch.bfloat16), "dtype", dtype, "'auto', None or torch.bfloat16")
+        if dtype == "auto":
+            dtype = torch.bfloat16 if steps is not None and _gains_from_bfloat16(root) else None
+
         def spectral(count: int = 1) -> Spectral:
-            return Spectral(power=power, steps=steps, momentum=momentum, groups=count)
+            return Spectral(power=power, steps=steps, momentum=momentum, groups=count, dtype=dtype)
 
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if head != "spectral":
@@ -251,6 +258,12 @@ def _beside_trained(matrices: Mapping[str, Place]) -> dict[str, Place]:
         for name, place in matrices.items()
         if place.parent is None or any(parameter.requires_grad for parameter in place.parent.parameters())
     }
+
+
+def _gains_from_bfloat16(model: nn.Module) -> bool:
+    """Return whether all parameters, none of them float64, are on GPUs that multiply bfloat16 themselves."""
+    on_gpus = all(p.is_cuda and p.dtype != torch.float64 for p in model.parameters())
+    return on_gpus and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _add(curvature: dict[str, Curvature | None], others: Mapping[str, Curvature | None]) -> None:
