@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 import natgrad
 from benchmarks.common import RESULTS, conditions
@@ -266,6 +266,26 @@ def natural(**options: object) -> Callable[[nn.Module, float], Stepper]:
     return lambda model, lr: Stepper([natgrad.NaturalMuon(model, lr, **chosen)], lr)  # type: ignore[arg-type]
 
 
+def averaged(decay: float) -> Callable[[nn.Module, float], Stepper]:
+    """Return natural Muon with another decay of its running averages, put together from its parts."""
+
+    def build(model: nn.Module, lr: float) -> Stepper:
+        rule = natgrad.DoublingInterval(25)
+        preconditioner = natgrad.Preconditioner(
+            model,
+            {**dict.fromkeys(HEADS), "*": natgrad.Spectral(factor_decay=decay)},
+            damping=1e-2,
+            kl_clip=None,
+            refresh=natgrad.Refresh(factors=rule, inverses=rule),
+        )
+        matrices = {id(parameter): parameter for parameter in preconditioner.parameters()}
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in matrices]
+        adamw = AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0)
+        return Stepper([SGD(list(matrices.values()), lr=lr), adamw], lr, before=preconditioner.step)
+
+    return build
+
+
 def kl_shampoo(model: nn.Module, lr: float) -> Stepper:
     """Return KL-Shampoo for all matrices, with AdamW for the rest."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
@@ -286,6 +306,11 @@ METHODS: dict[str, Callable[[nn.Module, float], Stepper]] = {
     "interval 10": natural(head="adamw", interval=10),
     "interval 100": natural(head="adamw", interval=100),
     "bfloat16": natural(head="adamw", dtype=torch.bfloat16),
+    "power .125": natural(head="adamw", power=0.125),
+    "damping .1": natural(head="adamw", damping=0.1),
+    "decay .8": averaged(0.8),
+    "decay .9": averaged(0.9),
+    "decay .95": averaged(0.95),
     "KL-Shampoo": kl_shampoo,
     # Convolutions by half powers without a polar factor, for `shapes`.
     "half convolutions": natural(head=natgrad.Spectral(power=0.5, steps=0), heads=["body.*"], adamw=["kind", "place"]),

@@ -114,7 +114,7 @@ def dense_newton_schulz(X, steps):
 
 
 @pytest.mark.parametrize("exponent", [0, 0.25])
-@pytest.mark.parametrize(("inputs", "outputs"), [(6, 4), (4, 6), (5, 5)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(6, 3), (3, 6), (5, 6), (6, 5)])
 def test_newton_schulz_steps_are_those_of_muon(exponent, inputs, outputs):
     torch.manual_seed(0)
     model = nn.Linear(inputs, outputs, bias=False).double()
@@ -127,7 +127,7 @@ def test_newton_schulz_steps_are_those_of_muon(exponent, inputs, outputs):
 
 
 @pytest.mark.parametrize("exponent", [0, 0.25])
-@pytest.mark.parametrize(("inputs", "outputs", "groups"), [(60, 40, 1), (40, 60, 1), (50, 50, 1), (40, 60, 3)])
+@pytest.mark.parametrize(("inputs", "outputs", "groups"), [(60, 40, 1), (40, 60, 1), (50, 50, 1), (10, 60, 3)])
 def test_products_in_bfloat16_are_as_near_as_bfloat16_is(exponent, inputs, outputs, groups):
     found = []
     for dtype in (None, torch.bfloat16):

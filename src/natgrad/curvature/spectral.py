@@ -15,7 +15,7 @@ from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.linalg import product
-from natgrad.linalg.roots import inverse_root, inverse_square_root, newton_schulz, polar
+from natgrad.linalg.roots import LONG, inverse_root, inverse_square_root, newton_schulz, polar
 from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, TensorSpec
 
@@ -76,8 +76,8 @@ class Spectral(Curvature):
             groups: The number of equal groups of outputs with separate polar factors: 3 for a layer that computes
                 queries, keys and values at once. All groups share the factors A and G.
             dtype: That of the update's products. None: the gradient's, at least float32. ``torch.bfloat16``: as
-                ``torch.optim.Muon``, summed in float32; GPUs and some CPUs multiply it several times as fast. Factors
-                and roots are computed in at least float32 in either case.
+                ``torch.optim.Muon``; GPUs and some CPUs multiply it several times as fast. Factors and roots are
+                computed in at least float32 in either case.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -125,7 +125,9 @@ class Spectral(Curvature):
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
         if not self.power:
             return ()
-        squared = self.steps and self.dtype is None and d_out // self.groups <= d_in
+        # Convolutions have many more inputs than outputs. `precondition` then takes one product with A_δ^-2p for two
+        # with A_δ^-p, by a form that is too inexact in bfloat16.
+        squared = self.steps and self.dtype is None and d_in > LONG * (d_out // self.groups)
         return tuple(
             Task(name, (name[0],), (TensorSpec(f"root_{name}", (size, size), symmetric=True),), _ROOT * size**3)
             for name, size in (("A2" if squared else "A", d_in), ("G", d_out))
@@ -189,9 +191,7 @@ class Spectral(Curvature):
         if self.groups > 1:  # each group of outputs is a matrix
             update = update.unflatten(1, (self.groups, -1)).flatten(0, 1)
             computed = {name: computed[name].repeat_interleave(self.groups, 0) for name in computed.keys() - {"root_G"}}
-        factored = self.steps and self.dtype is None
-        update = self._by_root(update, computed) if factored else self._direct(update, computed)
-        update = update.to(gradient.dtype)
+        update = self._polar(update, computed).to(gradient.dtype)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
         norm = torch.linalg.vector_norm(update, dim=(1, 2))
         # Without a gradient a layer does not move. (On a CPU `any` of numbers takes five times as long.)
@@ -199,29 +199,16 @@ class Spectral(Curvature):
         if self.groups > 1:
             moves = moves.repeat_interleave(self.groups)
         scale = torch.where(moves & (norm > 0), size / norm, 0)
-        return update.mul_(scale.view(-1, 1, 1)).view_as(gradient)
+        return update.mul_(scale.view(-1, 1, 1)).reshape(gradient.shape)
 
-    def _direct(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
-        """Return ``X = left A_δ^-p``, or ``polar(X) A_δ^-p``."""
+    def _polar(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+        """Return ``polar(X) A_δ^-p`` with X = ``left A_δ^-p``, up to a factor; without a polar factor X."""
+        if "root_A2" in computed:  # polar(X) = (X Xᵀ)^(-1/2) X
+            assert self.steps
+            whole = product(left, computed["root_A2"])
+            return product(inverse_square_root(product(whole, left.mT), self.steps), whole)
         X = product(left, computed["root_A"]) if computed else left
         if self.steps == 0:
             return X
         X = polar(X) if self.steps is None else newton_schulz(X, self.steps)
         return product(X, computed["root_A"]) if computed else X
-
-    def _by_root(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
-        """Return ``polar(X) A_δ^-p`` with X = ``left A_δ^-p``, up to a factor.
-
-        The polar factor is ``(X Xᵀ)^(-1/2) X`` and ``X (Xᵀ X)^(-1/2)``: the one that takes a root of the smaller side.
-        """
-        assert self.steps
-        if left.shape[1] <= left.shape[2]:
-            whole = product(left, computed["root_A2"]) if computed else left
-            return product(inverse_square_root(product(whole, left.mT), self.steps), whole)
-        square = product(left.mT, left)
-        if computed:
-            square = product(product(computed["root_A"], square), computed["root_A"])
-        inner = inverse_square_root(square, self.steps)
-        if computed:
-            inner = product(product(computed["root_A"], inner), computed["root_A"])
-        return product(left, inner)

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import eigh, product
+from natgrad.linalg.precision import at_least_float32
 
 # A step with these coefficients multiplies small singular values by 3.4; four bring those between 0.007 and 1 to
 # between 0.7 and 1.2 (Jordan 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# The ratio of its sides from which the inverse square root of the smaller side takes fewer products than steps.
+LONG = 1.5
 
 
 def inverse_root(matrices: Tensor, damping: float, power: float) -> tuple[Tensor, Tensor]:
@@ -74,23 +77,28 @@ def inverse_square_root(squares: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Return approximate polar factors, by the iteration of `inverse_square_root` on the matrices themselves.
+    """Return approximate polar factors, up to a factor, by the Newton-Schulz iteration of Muon.
 
-    In bfloat16 only this form is sound: the small eigenvalues of a rounded ``X Xᵀ`` may be negative, and grow.
+    Long matrices are multiplied by `inverse_square_root`, which takes fewer products. In narrower dtypes than float32
+    that form would diverge, because the small eigenvalues of a rounded ``X Xᵀ`` may be negative, and grow.
 
     Args:
         matrices: X ``[N, o, i]``.
-        steps: The number of Newton-Schulz steps.
+        steps: The number of steps, at least 1.
 
     Returns:
-        ``[N, o, i]``. Matrices of zeros stay zero. Cost: steps N (2 o i + d²) d multiply-adds, with d the smaller of o
-        and i.
+        ``[N, o, i]``. Matrices of zeros stay zero. Cost, with d the smaller of o and i: N steps (2 o i + d²) d
+        multiply-adds, or N (2 o i + d² (4 steps - 3)) d for long matrices.
     """
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
-    norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    X = matrices * torch.where(norm > 0, norm, 1).reciprocal().to(matrices.dtype)
-    X = X.mT if tall else X
+    X = matrices.mT if tall else matrices
+    dtype = at_least_float32(X.dtype)
+    if X.dtype == dtype and X.shape[2] > LONG * X.shape[1]:
+        X = torch.bmm(inverse_square_root(torch.bmm(X, X.mT), steps), X)
+        return X.mT if tall else X
+    norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=dtype)
+    X = X * torch.where(norm > 0, norm, 1).reciprocal().to(X.dtype)
     for _ in range(steps):
         S = torch.bmm(X, X.mT)
         X = torch.baddbmm(X, torch.baddbmm(S, S, S, beta=b, alpha=c), X, beta=a)

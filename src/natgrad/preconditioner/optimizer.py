@@ -277,7 +277,7 @@ def _warn_of_restarted(keys: list[str]) -> None:
     named = ", ".join(keys[:_NAMED]) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
     warnings.warn(
         f"natgrad: this state lacks the curvature of {named}, which begins anew at the next step; to resume all of it, "
-        "save state_dict(gather=True)",
+        "save state_dict(gather=True), and load it with the same curvature (and dtype)",
         NatgradWarning,
         stacklevel=3,
     )

@@ -128,7 +128,8 @@ def completed(
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Add missing blocks to a state as zeros, so that they are initialized again.
 
-    If only the results of tasks are missing, as for other ranks' layers under "mem-opt", running averages are loaded.
+    If only the results of tasks are missing, as for other ranks' layers under "mem-opt" or after a change of
+    `Spectral`'s dtype, running averages are loaded.
     All ranks initialize the same blocks (collective), unless `runtime` is None, where the same blocks must be missing
     on all ranks.
 
@@ -163,10 +164,14 @@ def completed(
 
 
 def _averages(group: BlockGroup) -> set[str] | None:
-    """Return the names of a layer's running averages on this rank; None: they need the other tensors."""
-    if group.memory_specs or group.restarting or group.gathered:
+    """Return the names of what this rank keeps of a layer without the results of tasks.
+
+    These are running averages, and the curvature's state if it does not depend on results. None: nothing can be kept.
+    """
+    if (group.memory_specs and group.curvature.needs_results) or group.restarting or group.gathered:
         return None
-    return {"weight", *(spec.name for spec in group.statistics)} if group.role.keeps_averages else set()
+    kept = {"weight", *(spec.name for spec in group.statistics)} if group.role.keeps_averages else set()
+    return kept | ({spec.name for spec in group.memory_specs} if group.role.is_gradient_worker else set())
 
 
 def restore(blocks: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup]) -> None:
