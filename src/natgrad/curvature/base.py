@@ -47,7 +47,8 @@ class Curvature(ABC):
         is_normalized: Whether the norm of the preconditioned gradient is independent of that of the gradient. The KL
             clip does not apply then.
         needs_results: Whether a layer keeps its plain gradient as long as its tasks have no results. Otherwise
-            `precondition` is called without computed tensors.
+            `precondition` is called without computed tensors, and the state is kept when results of another form are
+            loaded.
         covers_bias: Whether it preconditions a layer's bias with the weight, as the last column. Otherwise the bias is
             left to the optimizer.
         largest_growth: A batch is left out of a block's running averages if the trace of a symmetric statistic is more

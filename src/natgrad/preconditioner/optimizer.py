@@ -17,9 +17,6 @@ from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.second_pass import Reevaluation
 
-# The number of layers that a warning names.
-_NAMED = 5
-
 
 class PreconditionedOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` that preconditions and then steps, with the inner optimizer's groups and state.
@@ -201,9 +198,7 @@ class PreconditionedOptimizer(Optimizer):
         require(sizes == wanted, "state_dict['param_groups']", sizes, allowed)
         inner = {key: value for key, value in state_dict.items() if key != "preconditioner"}
         if "preconditioner" in state_dict:
-            restarted = self.preconditioner._load(state_dict["preconditioner"], partial=True)
-            if restarted:
-                _warn_of_restarted(restarted)
+            self.preconditioner._load(state_dict["preconditioner"], partial=True)
         elif not self.preconditioner.has_curvature:
             warnings.warn(
                 "natgrad: this optimizer state comes without the preconditioner's, whose curvature starts anew; to "
@@ -271,16 +266,6 @@ def _obstacle_to_copies(preconditioner: Preconditioner) -> str:
     if plan.columns > 1:
         return f"built with placement '{plan.placement}', where each rank holds a part of the state"
     return ""
-
-
-def _warn_of_restarted(keys: list[str]) -> None:
-    named = ", ".join(keys[:_NAMED]) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
-    warnings.warn(
-        f"natgrad: this state lacks the curvature of {named}, which begins anew at the next step; to resume all of it, "
-        "save state_dict(gather=True), and load it with the same curvature (and dtype)",
-        NatgradWarning,
-        stacklevel=3,
-    )
 
 
 def _group_sizes(state: object) -> list[int] | None:

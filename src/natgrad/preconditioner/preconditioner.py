@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, Literal, NoReturn
@@ -23,7 +24,7 @@ from natgrad.damping.control import default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.fsdp import check_layers
 from natgrad.distributed.positions import is_lost
-from natgrad.errors import NatgradError, describe, require
+from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction, raised_on_all
 from natgrad.preconditioner.arguments import (
@@ -58,6 +59,9 @@ from natgrad.preconditioner.verification import Verification, verify
 from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.policy import resolve_refresh
 from natgrad.state import state as states
+
+# The number of layers that a warning names.
+_NAMED = 5
 
 
 class Preconditioner:
@@ -559,21 +563,23 @@ class Preconditioner:
             ValueError: if blocks are missing, unknown or have another shape, if their tensors are not finite or of
                 another kind of dtype, or if factors are not positive semi-definite, naming layer and tensor. Nothing
                 has been changed then. All ranks that are given the same state raise it.
+
+        Warns:
+            NatgradWarning: if layers have results of another form, that of another ``dtype`` of `Spectral`, which are
+                computed anew in the next step.
         """
         self._load(state)
 
-    def _load(self, state: Mapping[str, Any], *, partial: bool = False) -> list[str]:
-        """Restore a state. With `partial`, restart the blocks that it lacks and return their keys.
+    def _load(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Restore a state. With `partial`, restart the blocks that it lacks. Warn of what is restarted.
 
         With `partial` it is collective if ranks are workers of some layers only. What is wrong with the state of one
         rank is then raised on all ranks.
         """
         parts = self.parts
         self._follow_model()
-        restarted: list[str] = []
         runtime = parts.runtime if partial and parts.shares_work else None
-        if partial:
-            state, restarted = states.completed(state, parts.groups, runtime)
+        state, restarted = states.completed(state, parts.groups, runtime, partial=partial)
         counters = {"updates": parts.progress.updates, "watch": parts.failure_counters.state_dict()}
         with raised_on_all(runtime):
             state = states.checked(state, parts.groups, counters)
@@ -588,4 +594,13 @@ class Preconditioner:
         if restarted:  # so that the next step captures and decomposes everything
             parts.progress.captured, parts.progress.refreshed = {}, {}
         self._statistics.choose_next()
-        return restarted
+        if restarted:
+            named = ", ".join(restarted[:_NAMED])
+            more = f" and {len(restarted) - _NAMED} more" if len(restarted) > _NAMED else ""
+            warnings.warn(
+                f"natgrad: this state lacks the curvature of {named}{more}, or a part of it, which begins anew at the "
+                "next step; to resume all of it, save state_dict(gather=True), and load it with the same curvature "
+                "(and dtype)",
+                NatgradWarning,
+                stacklevel=3,
+            )

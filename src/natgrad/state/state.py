@@ -124,12 +124,12 @@ def checked(
 
 
 def completed(
-    state: Mapping[str, Any], groups: list[BlockGroup], runtime: Communicator | None
+    state: Mapping[str, Any], groups: list[BlockGroup], runtime: Communicator | None, *, partial: bool
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Add missing blocks to a state as zeros, so that they are initialized again.
 
     If only the results of tasks are missing, as for other ranks' layers under "mem-opt" or after a change of
-    `Spectral`'s dtype, running averages are loaded.
+    `Spectral`'s dtype, running averages are loaded. Unless `partial`, only results of such another form are added.
     All ranks initialize the same blocks (collective), unless `runtime` is None, where the same blocks must be missing
     on all ranks.
 
@@ -146,6 +146,9 @@ def completed(
     missing = {key for key, shapes in wanted.items() if not shapes.keys() <= blocks.get(key, {}).keys()}
     averages = {member.layer.key: _averages(group) for group in groups for member in group.members}
     complete = {key for key, names in averages.items() if names is not None and names <= blocks.get(key, {}).keys()}
+    if not partial:
+        able = {m.layer.key for group in groups for m in group.members if not group.curvature.needs_results}
+        missing = {key for key in missing & complete & able if blocks[key].keys() - wanted[key].keys()}
     if runtime is not None:
         found = runtime.all_gather_objects((missing, complete))
         missing = set().union(*(keys for keys, _ in found))
