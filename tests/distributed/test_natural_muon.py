@@ -76,3 +76,36 @@ def test_an_expert_without_roots_moves_as_in_one_process(ranks, placement):
     alone = train_experts(None)
     for found in ranks.run(2, train_experts, placement):
         assert max(map(relative_error, found, alone)) < 1e-9
+
+
+def train_in_another_dtype(placement):
+    """Return the momentum of a long layer before and after loading, and all parameters two steps later."""
+    model = Network()
+    wrapped = DistributedDataParallel(model)
+    optimizer = natgrad.NaturalMuon(wrapped, lr=0.05, placement=placement)
+
+    def steps(optimizer, numbers):
+        for step in numbers:
+            x, y = batch(step)
+            optimizer.zero_grad()
+            cross_entropy(wrapped(share(x).float()), share(y)).backward()
+            optimizer.step()
+
+    steps(optimizer, range(3))
+    state = optimizer.state_dict(gather=True)
+    optimizer.preconditioner.detach()
+    other = natgrad.NaturalMuon(wrapped, lr=0.05, placement=placement, dtype=torch.bfloat16)
+    with pytest.warns(natgrad.NatgradWarning, match=r"lacks the curvature of .*middle\.0\.weight"):
+        other.load_state_dict(state)
+    loaded = other.state_dict(gather=True)
+    before, after = (each["preconditioner"]["blocks"]["middle.0.weight"]["momentum"] for each in (state, loaded))
+    steps(other, range(3, 5))
+    return before, after, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+def test_ranks_go_on_together_in_another_dtype(ranks, placement):
+    first, second = ranks.run(2, train_in_another_dtype, placement)
+    assert torch.equal(first[0], first[1])
+    for one, two in zip(first[2], second[2], strict=True):
+        assert torch.equal(one, two)

@@ -566,7 +566,8 @@ class Preconditioner:
 
         Warns:
             NatgradWarning: if layers have results of another form, that of another ``dtype`` of `Spectral`, which are
-                computed anew in the next step.
+                computed anew in the next step. If ranks share the work (all placements but "comm-opt"), that is a
+                ValueError.
         """
         self._load(state)
 
@@ -579,7 +580,9 @@ class Preconditioner:
         parts = self.parts
         self._follow_model()
         runtime = parts.runtime if partial and parts.shares_work else None
-        state, restarted = states.completed(state, parts.groups, runtime, partial=partial)
+        restarted: list[str] = []
+        if partial or not parts.shares_work:  # all ranks must restart the same blocks
+            state, restarted = states.completed(state, parts.groups, runtime, partial=partial)
         counters = {"updates": parts.progress.updates, "watch": parts.failure_counters.state_dict()}
         with raised_on_all(runtime):
             state = states.checked(state, parts.groups, counters)
