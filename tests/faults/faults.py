@@ -624,7 +624,7 @@ _add(
     "momentum_lost",
     "Natural Muon forgets the momentum of long layers when its dtype changes.",
     "test_natural_muon.py::test_long_layers_keep_factors_and_momentum_in_another_dtype",
-    ("state.state:_averages", "group.memory_specs and group.curvature.needs_results", "group.memory_specs"),
+    ("state.state:_lasting", "group.memory_specs and group.curvature.needs_results", "group.memory_specs"),
 )
 _add(
     "products_in_float32",

@@ -144,19 +144,20 @@ def completed(
         blocks = {key: dict(tensors) for key, tensors in loaded.items()}
     wanted = _shapes(groups, blocks) if fits else {}
     missing = {key for key, shapes in wanted.items() if not shapes.keys() <= blocks.get(key, {}).keys()}
-    averages = {member.layer.key: _averages(group) for group in groups for member in group.members}
-    complete = {key for key, names in averages.items() if names is not None and names <= blocks.get(key, {}).keys()}
-    if not partial:
-        able = {m.layer.key for group in groups for m in group.members if not group.curvature.needs_results}
-        missing = {key for key in missing & complete & able if blocks[key].keys() - wanted[key].keys()}
+    members = {member.layer.key: group for group in groups for member in group.members}
+    lasting = {key: _lasting(group) for key, group in members.items()}
+    complete = {key for key, names in lasting.items() if names is not None and names <= blocks.get(key, {}).keys()}
+    if not partial:  # other results are in place of those that are missing
+        others = {key for key in missing & complete if blocks[key].keys() - wanted[key].keys()}
+        missing = {key for key in others if not members[key].curvature.needs_results}
     if runtime is not None:
         found = runtime.all_gather_objects((missing, complete))
         missing = set().union(*(keys for keys, _ in found))
         complete = complete.intersection(*(keys for _, keys in found))
     if not missing:
         return state, []
-    for key in missing & averages.keys():
-        before, kept = blocks.pop(key, {}), (averages[key] or set()) | {"early weight"}
+    for key in missing & lasting.keys():
+        before, kept = blocks.pop(key, {}), (lasting[key] or set()) | {"early weight"}
         shapes = _shapes(groups, blocks).get(key)
         if shapes is not None:
             blocks[key] = {
@@ -166,15 +167,15 @@ def completed(
     return {**state, "blocks": blocks}, sorted(missing)
 
 
-def _averages(group: BlockGroup) -> set[str] | None:
-    """Return the names of what this rank keeps of a layer without the results of tasks.
+def _lasting(group: BlockGroup) -> set[str] | None:
+    """Return the names of a layer's tensors on this rank that are loaded without the results of tasks.
 
-    These are running averages, and the curvature's state if it does not depend on results. None: nothing can be kept.
+    These are running averages, and the curvature's state if it does not depend on results. None: there are none.
     """
     if (group.memory_specs and group.curvature.needs_results) or group.restarting or group.gathered:
         return None
-    kept = {"weight", *(spec.name for spec in group.statistics)} if group.role.keeps_averages else set()
-    return kept | ({spec.name for spec in group.memory_specs} if group.role.is_gradient_worker else set())
+    names = {"weight", *(spec.name for spec in group.statistics)} if group.role.keeps_averages else set()
+    return names | ({spec.name for spec in group.memory_specs} if group.role.is_gradient_worker else set())
 
 
 def restore(blocks: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup]) -> None:
