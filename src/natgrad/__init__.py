@@ -77,6 +77,9 @@ _HOMES = {
     "refresh": "natgrad",
 }
 
+# Names that earlier versions had, and what to use in their place.
+_REMOVED: dict[str, str] = {}
+
 if TYPE_CHECKING:
     from natgrad import averaging as averaging
     from natgrad import damping as damping
@@ -144,6 +147,8 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _REMOVED:
+        raise AttributeError(f"natgrad.{name} was removed: {_REMOVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES[name]
