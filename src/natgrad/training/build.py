@@ -17,7 +17,7 @@ from natgrad.damping import Damping
 from natgrad.errors import ArgumentError
 from natgrad.tasks import Task
 
-from . import averagers, curvatures, optimizers, recipe, refresh_rules
+from . import averagers, curvatures, optimizers, refresh_rules
 from .job import Job
 from .option_errors import options_named
 from .world import check_devices, uses_gpu
@@ -44,7 +44,7 @@ def build_optimizer(job: Job, task: Task, model: nn.Module) -> tuple[Optimizer, 
 def build_scheduler(job: Job, optimizer: Optimizer) -> LRScheduler:
     """Return the scheduler of the learning rate."""
     if job.recipe != "none":
-        return recipe.row(job).build_scheduler(optimizer)
+        return job.large_batch().build_scheduler(optimizer)
     return optimizers.schedule(optimizer, job.schedule, warmup=job.warmup, steps=job.total_steps)
 
 
@@ -97,7 +97,7 @@ def build_averager(
 
 def _damping(job: Job) -> Damping | None:
     if job.recipe != "none":
-        return recipe.row(job).damping_schedule()
+        return job.large_batch().damping_schedule()
     return Autopilot() if job.damping == "auto" else job.damping
 
 

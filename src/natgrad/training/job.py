@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from natgrad import tasks
+from natgrad import recipes, tasks
 from natgrad.errors import ArgumentError, require
 from natgrad.refresh.rule import By
 
-from . import averagers, curvatures, optimizers, recipe, refresh_rules
+from . import averagers, curvatures, optimizers, refresh_rules
 from .nodes import machines
 from .option_errors import options_named
 
@@ -23,6 +23,7 @@ CHANGEABLE = ("epochs", "steps", "workers", "nodes", "device")
 # The largest whole number of a job: seeds of ranks, which are 65536 times as large, then fit into 64 bits.
 _MOST = 10**12
 
+RecipeName = Literal["none", "large-batch"]
 Fisher = Literal["empirical", "sampled"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -69,7 +70,7 @@ class Job:
 
     task: str
     task_options: Mapping[str, Any] = field(default_factory=dict)
-    recipe: recipe.RecipeName = "none"
+    recipe: RecipeName = "none"
     optimizer: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
@@ -114,7 +115,7 @@ class Job:
         usual = "naturalmuon" if self.curvature == "none" else "adamw"
         object.__setattr__(self, "optimizer", usual if self.optimizer == "auto" else self.optimizer.lower())
         for name, choices in (
-            ("recipe", recipe.RecipeName),
+            ("recipe", RecipeName),
             ("schedule", optimizers.ScheduleName),
             ("device", Device),
         ):
@@ -150,8 +151,12 @@ class Job:
             self.curvature,
             "none for naturalmuon, which has its own",
         )
-        recipe.check(self)
+        self._check_recipe()
         self._check_averaging()
+
+    def _check_recipe(self) -> None:
+        fits = self.build_task().image_classes is not None or self.recipe == "none"
+        require(fits, "recipe", self.recipe, f"none for {self.task}: it is for classes of images")
 
     def _check_averaging(self) -> None:
         if self.averaging == "none":
@@ -200,11 +205,39 @@ class Job:
         require(
             resolved.global_batch <= samples, "batch_size", resolved.batch_size, f"at most {samples}, the training set"
         )
-        resolved = recipe.filled(resolved)
+        resolved = resolved._with_recipe()
         if self.curvature != "none" and resolved.damping is None:
             resolved = replace(resolved, damping=curvatures.default_damping(self.curvature))
         usual = optimizers.default_learning_rate(resolved.optimizer)
         return replace(resolved, learning_rate=resolved.learning_rate or usual)
+
+    def large_batch(self) -> recipes.LargeBatch:
+        """Return the large-batch recipe for the job's batch size and length."""
+        samples = len(self.build_task().datasets()[0])
+        epochs = self.epochs or self.total_steps / math.ceil(samples / self.global_batch)
+        return recipes.large_batch(self.global_batch, samples=samples, epochs=epochs)
+
+    def _with_recipe(self) -> Job:
+        """Return the job with the fields that its recipe sets; a given learning rate, form and Fisher are kept."""
+        if self.recipe == "none":
+            return self
+        values = self.large_batch()
+        return replace(
+            self,
+            optimizer="heavyball",
+            options={"momentum": values.momentum},
+            learning_rate=self.learning_rate or values.learning_rate,
+            schedule="constant",
+            warmup=0,
+            curvature="kfac",
+            curvature_options={"factor_decay": values.factor_decay},
+            form=self.form or "inverse",
+            fisher=self.fisher or "empirical",
+            factors=1,
+            inverses=1,
+            damping=values.damping,
+            kl_clip=None,
+        )
 
     @property
     def all_curvature_options(self) -> dict[str, Any]:

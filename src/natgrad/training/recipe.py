@@ -1,62 +1,13 @@
-"""The fields of a job that a recipe sets, and the operations that it adds to each step."""
+"""The operations that a recipe adds to each step, and its backward passes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
-from natgrad import recipes
-from natgrad.errors import require
-
-if TYPE_CHECKING:
-    from .job import Job
-
-RecipeName = Literal["none", "large-batch"]
-
-
-def check(job: Job) -> None:
-    """Check the job's task, and that its recipe supports the task.
-
-    Raises:
-        ValueError: The task or an option is unknown, or the recipe does not support the task.
-    """
-    task = job.build_task()
-    fits = job.recipe == "none" or task.image_classes is not None
-    require(fits, "recipe", job.recipe, f"none for {job.task}: it is for classes of images")
-
-
-def row(job: Job) -> recipes.LargeBatch:
-    """Return the large-batch recipe for the job's batch size and length."""
-    samples = len(job.build_task().datasets()[0])
-    epochs = job.epochs or job.total_steps / math.ceil(samples / job.global_batch)
-    return recipes.large_batch(job.global_batch, samples=samples, epochs=epochs)
-
-
-def filled(job: Job) -> Job:
-    """Return a job with the fields that its recipe sets; a given learning rate, form and Fisher are kept."""
-    if job.recipe == "none":
-        return job
-    values = row(job)
-    return replace(
-        job,
-        optimizer="heavyball",
-        options={"momentum": values.momentum},
-        learning_rate=job.learning_rate or values.learning_rate,
-        schedule="constant",
-        warmup=0,
-        curvature="kfac",
-        curvature_options={"factor_decay": values.factor_decay},
-        form=job.form or "inverse",
-        fisher=job.fisher or "empirical",
-        factors=1,
-        inverses=1,
-        damping=values.damping,
-        kl_clip=None,
-    )
+from .job import Job
 
 
 def passes(job: Job) -> int:
@@ -102,7 +53,7 @@ class LargeBatchAdditions(Additions):
 
     def __init__(self, job: Job, model: nn.Module, rank: int) -> None:
         """Build the parts."""
-        values, classes = row(job), job.build_task().image_classes
+        values, classes = job.large_batch(), job.build_task().image_classes
         assert classes is not None
         self._mixup = values.build_mixup(classes, seed=job.seed, rank=rank)
         self._erasing = values.build_erasing(seed=job.seed, rank=rank)
