@@ -1,5 +1,7 @@
 """The damping means the same at every batch size, reduction, accumulation length and loss scale."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,10 +9,52 @@ from torch.nn.functional import cross_entropy
 
 import natgrad
 from natgrad.capture.labels import LabelSampler
+from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
 
+IGNORED, DAMPING = -100, 0.05
 FORMS = [{"form": "eigen"}, {"form": "inverse"}, {"form": "eigen", "sharing": "reduce"}]
-IGNORED = -100
+# A curvature, its options, the interval of its decompositions, and the tolerance. EKFAC measures moments in a basis
+# that stays, which the reference reads from the state.
+METHODS = {
+    **{"-".join(form.values()): (natgrad.KFAC, dense.KFAC, form, 1, 1e-9) for form in FORMS},
+    "ekfac": (natgrad.EKFAC, dense_ekfac.EKFAC, {}, 1000, 1e-8),
+    "ekfac-reduce": (natgrad.EKFAC, dense_ekfac.EKFAC, {"sharing": "reduce"}, 1000, 1e-8),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+class Run:
+    """A preconditioner and its reference, which take the same steps."""
+
+    def __init__(self, method, model, *, labels=None, **options):
+        curvature, reference, own, interval, self.tolerance = METHODS[method]
+        self.model, self.name, self.original = model, method, dense.twin(model)
+        refresh = natgrad.Refresh(factors=1, inverses=interval)
+        self.preconditioner = natgrad.Preconditioner(
+            model, curvature(**own, **(labels or {})), damping=DAMPING, refresh=refresh, **options
+        )
+        self.reference = reference(damping=DAMPING, inverses=interval, **own)
+
+    def step(self, rows, *losses, count=None, factor=1.0):
+        """Differentiate some losses one after the other, and compare; `rows` are those of the whole batch."""
+        self.model.zero_grad()
+        for loss in losses:
+            loss(self.model).backward()
+        self.preconditioner.step(count=count)
+        self.compare(rows, factor=factor)
+
+    def compare(self, rows, raw=None, *, factor=1.0, tolerance=None):
+        """Compare the gradients with the reference's next step, times a factor that the user's loss has."""
+        reads = (self.preconditioner,) if isinstance(self.reference, dense_ekfac.EKFAC) else ()
+        raw = raw or {name: seen.gradient() for name, seen in rows.items()}
+        expected = self.reference.step(rows, *reads, raw)
+        expected = {name: V * factor for name, V in expected.items()}
+        dense.assert_equal(dense.gradients(self.model), expected, tolerance or self.tolerance)
+
+    def rows(self, total):
+        """Return the rows of a summed loss on the first parameters, which no step changes."""
+        return dense.capture(self.original, total)
 
 
 def classifier():
@@ -39,87 +83,80 @@ def tokens(samples=4, length=6, seed=1):
     return x, y.masked_fill(ignored, IGNORED)
 
 
-def solved(model, *losses, count=None, curvature=None, **options):
-    """The natural gradient after a backward of each loss in turn."""
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**(curvature or {})), damping=0.05, **options)
-    for loss in losses:
-        loss(model).backward()
-    preconditioner.step(count=count)
-    return dense.gradients(model)
+def loss(model, x, y, reduction="mean", divisor=1):
+    """Cross-entropy; classes are the second dimension of the outputs, or the last one of tokens."""
+    outputs = model(x)
+    return cross_entropy(outputs.movedim(-1, 1) if x.ndim == 3 else outputs, y, reduction=reduction) / divisor
 
 
-def reference(model, x, y, curvature):
-    rows = dense.capture(dense.twin(model), lambda model: cross_entropy(model(x), y, reduction="sum"))
-    return dense.KFAC(damping=0.05, **curvature).step(rows)
+def losses(x, y, parts=1, **options):
+    """The losses of equal parts of a batch, as functions of the model."""
+    return [partial(loss, x=xs, y=ys, **options) for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True)]
 
 
-@pytest.mark.parametrize("curvature", FORMS)
+@every_method
 @pytest.mark.parametrize("repeats", [1, 2, 5])
-def test_duplicating_the_batch_changes_nothing(curvature, repeats):
-    x, y = images()
-    expected = reference(classifier(), x, y, curvature)
-    xs, ys = x.repeat(repeats, 1, 1, 1), y.repeat(repeats)
-    mean = solved(classifier(), lambda model: cross_entropy(model(xs), ys), curvature=curvature)
-    dense.assert_equal(mean, expected)
-    total = solved(
-        classifier(),
-        lambda model: cross_entropy(model(xs), ys, reduction="sum"),
-        curvature=curvature,
-        reduction="sum",
-    )
-    dense.assert_equal(total, {name: V * len(xs) for name, V in expected.items()})
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_duplicating_the_batch_changes_nothing(method, repeats, reduction):
+    run = Run(method, classifier(), reduction=reduction)
+    for seed in range(3):
+        x, y = images(seed=seed)
+        xs, ys = x.repeat(repeats, 1, 1, 1), y.repeat(repeats)
+        rows = run.rows(partial(loss, x=x, y=y, reduction="sum"))
+        run.step(rows, *losses(xs, ys, reduction=reduction), factor=len(xs) if reduction == "sum" else 1)
+    if method == "ekfac":
+        assert all(float(dense_ekfac.blocks(run.preconditioner, name)["s"]) > 0 for name in rows)
 
 
+@every_method
 @pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize("curvature", FORMS)
-def test_every_token_is_a_sample(curvature, repeats):
-    x, y = tokens()
-    y = y.clamp(min=0)
-    rows = dense.capture(
-        token_model(), lambda model: cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
-    )
-    expected = dense.KFAC(damping=0.05, **curvature).step({name: seen.positions() for name, seen in rows.items()})
-    xs, ys = x.repeat(repeats, 1, 1), y.repeat(repeats, 1)
-    actual = solved(
-        token_model(),
-        lambda model: cross_entropy(model(xs).flatten(0, 1), ys.flatten()),
-        curvature=curvature,
-        reduction="tokens",
-    )
-    dense.assert_equal(actual, expected)
+@pytest.mark.parametrize("masked", [False, True])
+def test_masked_tokens_are_no_samples(method, repeats, masked):
+    """Every token that counts is a sample."""
+    run = Run(method, token_model(), reduction="tokens")
+    for seed in range(3):
+        x, y = tokens(seed=seed)
+        y = y if masked else y.clamp(min=0)
+        mask = y != IGNORED
+        rows = run.rows(partial(loss, x=x, y=y, reduction="sum"))
+        xs, ys = x.repeat(repeats, 1, 1), y.repeat(repeats, 1)
+        count = repeats * int(mask.sum()) if masked else None
+        run.step({name: seen.positions(mask) for name, seen in rows.items()}, *losses(xs, ys), count=count)
+    if method == "ekfac":
+        share = dense_ekfac.blocks(run.preconditioner, "0")["s"]
+        torch.testing.assert_close(share, torch.full((1, 1), 0.05 + 0.95 * 0.05).double())  # 1 at each capture
 
 
-@pytest.mark.parametrize("curvature", FORMS)
-def test_masked_tokens_are_no_samples(curvature):
-    x, y = tokens()
-    mask = y != IGNORED
-    rows = dense.capture(
-        token_model(), lambda model: cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
-    )
-    expected = dense.KFAC(damping=0.05, **curvature).step({name: seen.positions(mask) for name, seen in rows.items()})
-    actual = solved(
-        token_model(),
-        lambda model: cross_entropy(model(x).flatten(0, 1), y.flatten()),
-        count=int(mask.sum()),
-        curvature=curvature,
-        reduction="tokens",
-    )
-    dense.assert_equal(actual, expected)
+@every_method
+def test_every_pixel_is_a_sample(method):
+    torch.manual_seed(0)
+    run = Run(method, nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 1)).double(), reduction="tokens")
+    for _ in range(3):
+        x, y = torch.randn(3, 1, 4, 4).double(), torch.randint(4, (3, 3, 3))
+        rows = run.rows(partial(loss, x=x, y=y, reduction="sum"))
+        run.step({name: seen.positions() for name, seen in rows.items()}, *losses(x, y))
 
 
-@pytest.mark.parametrize("curvature", FORMS)
+@every_method
 @pytest.mark.parametrize("accumulation", ["mean", "sum"])
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_accumulation_equals_one_big_batch(curvature, accumulation, parts):
-    x, y = images()
-    expected = reference(classifier(), x, y, curvature)
-    divisor = parts if accumulation == "mean" else 1
-    losses = [
-        lambda model, x=xs, y=ys: cross_entropy(model(x), y) / divisor
-        for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True)
-    ]
-    actual = solved(classifier(), *losses, curvature=curvature, accumulation=accumulation)
-    dense.assert_equal(actual, {name: V * (parts // divisor) for name, V in expected.items()})
+def test_accumulation_equals_one_big_batch(method, accumulation):
+    """In each step, whatever the number of passes in the one before."""
+    run = Run(method, classifier(), accumulation=accumulation)
+    for seed, parts in enumerate((3, 1, 2)):
+        x, y = images(seed=seed)
+        divisor = parts if accumulation == "mean" else 1
+        rows = run.rows(partial(loss, x=x, y=y, reduction="sum"))
+        run.step(rows, *losses(x, y, parts, divisor=divisor), factor=parts // divisor)
+
+
+@every_method
+def test_ragged_accumulation_weighs_samples_alike_in_the_factors(method):
+    run, (x, y) = Run(method, classifier()), images()
+    for xs, ys in zip(x.split([4, 2]), y.split([4, 2]), strict=True):
+        loss(run.model, xs, ys, divisor=2).backward()
+    raw = {name: W.clone() for name, W in dense.gradients(run.model).items()}
+    run.preconditioner.step()
+    run.compare(run.rows(partial(loss, x=x, y=y, reduction="sum")), raw)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -129,23 +166,22 @@ def test_the_clip_means_the_same_for_every_loss(reduction, accumulation, parts):
     """ν is that of the mean loss; the user's factor on the gradients stays on them."""
     x, y = images()
     model = classifier()
-    rows = dense.capture(dense.twin(model), lambda model: cross_entropy(model(x), y, reduction="sum"))
+    rows = dense.capture(dense.twin(model), partial(loss, x=x, y=y, reduction="sum"))
     mean = {name: seen.gradient() for name, seen in rows.items()}
-    expected = dense.KFAC(damping=0.05).step(rows)
+    expected = dense.KFAC(damping=DAMPING).step(rows)
     scale = dense.kl_scale(mean, expected, dict.fromkeys(mean, 0.1), 1e-5)
     assert scale < 0.5
 
     preconditioner = natgrad.Preconditioner(
         model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        damping=0.05,
+        damping=DAMPING,
         kl_clip=1e-5,
         reduction=reduction,
         accumulation=accumulation,
     )
-    for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
-        loss = cross_entropy(model(xs), ys, reduction=reduction)
-        (loss / (parts if accumulation == "mean" else 1)).backward()
+    for one in losses(x, y, parts, reduction=reduction, divisor=parts if accumulation == "mean" else 1):
+        one(model).backward()
     factor = (len(x) / parts if reduction == "sum" else 1) * (parts if accumulation == "sum" else 1)
     dense.assert_equal(dense.gradients(model), {name: factor * W for name, W in mean.items()})
     preconditioner.step()
@@ -154,90 +190,75 @@ def test_the_clip_means_the_same_for_every_loss(reduction, accumulation, parts):
     dense.assert_equal(dense.gradients(model), {name: factor * scale * V for name, V in expected.items()}, 1e-6)
 
 
-def test_accumulation_forgets_between_steps():
-    x, y = images()
-    model = classifier()
-    original = dense.twin(model)
-    preconditioner = natgrad.Preconditioner(
-        model, natgrad.KFAC(factor_decay=0.0), damping=0.05, refresh=natgrad.Refresh(inverses=1)
-    )
-    for parts in (3, 1, 2):
-        model.zero_grad()
-        for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            (cross_entropy(model(xs), ys) / parts).backward()
-        preconditioner.step()
-        dense.assert_equal(dense.gradients(model), reference(original, x, y, {}))
-
-
-def test_ragged_accumulation_weighs_samples_alike_in_the_factors():
-    x, y = images()
-    model = classifier()
-    original = dense.twin(model)
-    preconditioner = natgrad.Preconditioner(model, damping=0.05)
-    for xs, ys in zip(x.split([4, 2]), y.split([4, 2]), strict=True):
-        (cross_entropy(model(xs), ys) / 2).backward()
-    raw = {name: W.clone() for name, W in dense.gradients(model).items()}
-    preconditioner.step()
-    rows = dense.capture(original, lambda model: cross_entropy(model(x), y, reduction="sum"))
-    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.05).step(rows, raw))
-
-
-@pytest.mark.parametrize("curvature", FORMS[:2])
-def test_the_loss_scale_of_a_grad_scaler_is_undone(curvature):
-    x, y = images()
-    model = classifier()
-    expected = reference(model, x, y, curvature)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    preconditioner = natgrad.Preconditioner(
-        model, natgrad.KFAC(**curvature), optimizer=optimizer, kl_clip=None, damping=0.05, scaler=scaler
-    )
-    scaler.scale(cross_entropy(model(x), y)).backward()
-    scaler.unscale_(optimizer)
-    preconditioner.step()
-    dense.assert_equal(dense.gradients(model), expected)
-
-
-def test_a_loss_scale_that_changes_between_steps():
-    x, y = images()
-    model, scaler = classifier(), torch.amp.GradScaler("cpu", init_scale=8.0)
-    expected = reference(model, x, y, {})
+@every_method
+def test_the_loss_scale_of_a_grad_scaler_is_undone(method):
+    """Also where it changes between steps."""
+    scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**12), classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    preconditioner = natgrad.Preconditioner(
-        model, natgrad.KFAC(factor_decay=0.5), damping=0.05, scaler=scaler, refresh=natgrad.Refresh(inverses=1)
-    )
-    for next_scale in (4096.0, 2.0, 1.0):
+    run = Run(method, model, scaler=scaler, optimizer=optimizer, kl_clip=None)
+    for seed, next_scale in enumerate((8.0, 4096.0, 1.0)):
+        x, y = images(seed=seed)
         optimizer.zero_grad()
-        scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.scale(loss(model, x, y)).backward()
         scaler.unscale_(optimizer)
-        preconditioner.step()
-        dense.assert_equal(dense.gradients(model), expected)
+        run.preconditioner.step()
+        run.compare(run.rows(partial(loss, x=x, y=y, reduction="sum")))
         scaler.step(optimizer)
         scaler.update(new_scale=next_scale)
 
 
+@every_method
+def test_sampled_labels(method):
+    """Rows of drawn labels, the same that the preconditioner draws; W is that of the true ones."""
+    labels = {"fisher": "sampled", "likelihood": "categorical"}
+    run, sampler = Run(method, classifier(), labels=labels, seed=3), LabelSampler(seed=3, rank=0, reduction="mean")
+    for step in range(3):
+        x, y = images(seed=step)
+        score = sampler.score(natgrad.Categorical(), run.model(x).detach(), None, step)
+        run.model.zero_grad()
+        outputs = run.model(x)
+        run.preconditioner.backward(cross_entropy(outputs, y), outputs)
+        raw = {name: W.clone() for name, W in dense.gradients(run.model).items()}
+        run.preconditioner.step()
+        run.compare(run.rows(lambda model, x=x, s=score: (model(x) * s).sum()), raw)
+
+
 def test_autocast_computes_factors_in_full_precision():
     x, y = images()
-    model = classifier().float()
-    expected = reference(dense.twin(model), x, y, {})
-    preconditioner = natgrad.Preconditioner(model, damping=0.05)
+    run = Run("eigen", classifier().float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = cross_entropy(model(x.float()), y)
-    loss.backward()
-    preconditioner.step()
-    dense.assert_equal(dense.gradients(model), expected, 0.05)
+        total = loss(run.model, x.float(), y)
+    total.backward()
+    run.preconditioner.step()
+    run.compare(run.rows(partial(loss, x=x, y=y, reduction="sum")), tolerance=0.05)
 
 
-def test_every_pixel_is_a_sample_of_a_reduced_convolution():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 1)).double()
-    x, y = torch.randn(3, 1, 4, 4).double(), torch.randint(4, (3, 3, 3))
-    rows = dense.capture(dense.twin(model), lambda model: cross_entropy(model(x), y, reduction="sum"))
-    expected = dense.KFAC(damping=0.05).step({name: seen.positions() for name, seen in rows.items()})
-    actual = solved(
-        model, lambda model: cross_entropy(model(x), y), curvature={"sharing": "reduce"}, reduction="tokens"
-    )
-    dense.assert_equal(actual, expected)
+@pytest.mark.parametrize("narrow", ["autocast", "bfloat16", "kept", "float16"])
+def test_moments_in_narrow_dtypes(narrow):
+    """EKFAC's moments are summed in float32 at least; what is kept in 16 bits is rounded."""
+    model, options = classifier().float(), {}
+    if narrow in ("kept", "float16"):
+        dtype = torch.float16 if narrow == "float16" else torch.bfloat16
+        options = {"precision": natgrad.Precision(factors=dtype, solve=dtype)}
+    run = Run("ekfac", model, **options)
+    model, rows = (model.bfloat16() if narrow == "bfloat16" else model), []
+    for seed in range(3):
+        x, y = images(seed=seed)
+        rows.append(run.rows(partial(loss, x=x, y=y, reduction="sum")))
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow == "autocast"):
+            total = loss(model, x.to(next(model.parameters()).dtype), y)
+        total.backward()
+        run.preconditioner.step()
+    for name in rows[0]:
+        F = [dense_ekfac.fisher(seen[name]) for seen in rows[1:]]
+        own = {key: value.double() for key, value in dense_ekfac.blocks(run.preconditioner, name).items()}
+        S = (own["S"] / own["s"][:, :, None]).flatten(1)
+        expected = dense_ekfac.moments((0.95 * F[0] + F[1]) / 1.95, own["QA"], own["QG"])
+        assert dense.relative_error(S, expected) < 0.06, name
+
+
+# --- Batches that layers see in another shape ------------------------------------------------------------------------
 
 
 class Windows(nn.Module):
@@ -250,7 +271,7 @@ class Windows(nn.Module):
         self.head = nn.Linear(5, 3)
 
     def forward(self, batch):
-        x = batch
+        x = batch.x if isinstance(batch, Box) else batch
         while not isinstance(x, torch.Tensor):
             x = next(iter(x.values())) if isinstance(x, dict) else x[-1]
         frames = self.frame(x.flatten(0, 1)).tanh()  # [B 6, 4]
@@ -259,39 +280,6 @@ class Windows(nn.Module):
 
     def training_step(self, x, y):
         return cross_entropy(self.forward(x), y)
-
-
-def frames(samples=4, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, 6, 3, generator=generator, dtype=torch.float64)
-    return x, torch.randint(3, (samples,), generator=generator)
-
-
-def windows_reference(curvature, x, y):
-    """Rows that lie behind one another are positions of their sample."""
-    rows = dense.capture(Windows().double(), lambda model: cross_entropy(model(x), y, reduction="sum"))
-    by_sample = {
-        name: dense.Rows(*(tensor.reshape(1, len(x), -1, tensor.shape[-1]) for tensor in (seen.a, seen.g)))
-        for name, seen in rows.items()
-    }
-    return dense.KFAC(damping=0.05, **curvature).step(by_sample)
-
-
-PACKED = {
-    "dict": lambda x: {"x": x},
-    "tuple": lambda x: (x,),
-    "nested": lambda x: {"inputs": [None, "name", x]},
-    "behind a number": lambda x: (torch.tensor([0.5]), x),
-}
-
-
-@pytest.mark.parametrize("packed", PACKED)
-@pytest.mark.parametrize("curvature", FORMS)
-def test_a_batch_inside_containers(packed, curvature):
-    x, y = frames()
-    for call in (lambda model: model(PACKED[packed](x)), lambda model: model(batch=PACKED[packed](x))):
-        actual = solved(Windows().double(), lambda model, call=call: cross_entropy(call(model), y), curvature=curvature)
-        dense.assert_equal(actual, windows_reference(curvature, x, y))
 
 
 class Box:
@@ -304,11 +292,41 @@ class Box:
         return [self.x]
 
 
-class Boxed(Windows):
-    """A model that takes one."""
+def frames(samples=4, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 6, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (samples,), generator=generator)
 
-    def forward(self, batch):
-        return super().forward(batch.x if isinstance(batch, Box) else batch)
+
+def windows_rows(run, x, y):
+    """Rows that lie behind one another are positions of their sample."""
+    rows = run.rows(lambda model: cross_entropy(model(x), y, reduction="sum"))
+    return {
+        name: dense.Rows(*(tensor.reshape(1, len(x), -1, tensor.shape[-1]) for tensor in (seen.a, seen.g)))
+        for name, seen in rows.items()
+    }
+
+
+PACKED = {
+    "tensor": lambda x: x,
+    "dict": lambda x: {"x": x},
+    "tuple": lambda x: (x,),
+    "nested": lambda x: {"inputs": [None, "name", x]},
+    "behind a number": lambda x: (torch.tensor([0.5]), x),
+}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("named", [False, True])
+@every_method
+def test_a_batch_inside_containers(packed, named, method):
+    run = Run(method, Windows().double())
+    for seed in range(3):
+        x, y = frames(seed=seed)
+        batch = PACKED[packed](x)
+        call = partial(run.model, batch=batch) if named else partial(run.model, batch)
+        run.step(windows_rows(run, x, y), lambda _, call=call, y=y: cross_entropy(call(), y))
 
 
 WITHOUT_A_BATCH = {
@@ -319,23 +337,24 @@ WITHOUT_A_BATCH = {
 
 @pytest.mark.parametrize("entry", WITHOUT_A_BATCH)
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("curvature", FORMS)
-def test_without_a_batch_size_the_layer_nearest_to_the_loss_decides(entry, parts, curvature):
-    x, y = frames()
-    losses = [
-        lambda model, x=xs, y=ys: WITHOUT_A_BATCH[entry](model, x, y) / parts
-        for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True)
-    ]
+@every_method
+def test_without_a_batch_size_the_layer_nearest_to_the_loss_decides(entry, parts, method):
+    run, (x, y) = Run(method, Windows().double()), frames()
+    call = WITHOUT_A_BATCH[entry]
+    halves = zip(x.chunk(parts), y.chunk(parts), strict=True)
+    found = [lambda model, x=xs, y=ys: call(model, x, y) / parts for xs, ys in halves]
     with pytest.warns(natgrad.NatgradWarning, match="does not know the batch size") as caught:
-        actual = solved(Boxed().double(), *losses, curvature=curvature)
+        run.step(windows_rows(run, x, y), *found)
     assert len(caught) == 1
-    dense.assert_equal(actual, windows_reference(curvature, x, y))
 
 
 def test_layers_that_agree_on_the_batch_need_no_model():
-    x, y = images()
-    actual = solved(classifier(), lambda model: cross_entropy(model.forward(x), y))
-    dense.assert_equal(actual, reference(classifier(), x, y, {}))
+    run, (x, y) = Run("eigen", classifier()), images()
+    rows = run.rows(partial(loss, x=x, y=y, reduction="sum"))
+    run.step(rows, lambda model: cross_entropy(model.forward(x), y))
+
+
+# --- Sequences of different lengths ----------------------------------------------------------------------------------
 
 
 class Translation(nn.Module):
@@ -384,7 +403,7 @@ def translation_factors(x, z, total, mask=None):
 
 def translation_reference(W, factors, curvature):
     solve = dense.solve_inverse if curvature.get("form") == "inverse" else dense.solve_eigen
-    return {name: solve(W[name], *pair, 0.05) for name, pair in factors.items()}
+    return {name: solve(W[name], *pair, DAMPING) for name, pair in factors.items()}
 
 
 @pytest.mark.parametrize("source", [2, 4, 7, 12])
@@ -398,7 +417,7 @@ def test_an_encoder_of_more_positions_than_the_loss_has(source, masked, pieces, 
     if pieces > 1 and "sharing" in curvature:
         return  # what several uses show of the same position is pooled
     model = Translation(pieces).double()
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**curvature), damping=0.05, reduction="tokens")
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**curvature), damping=DAMPING, reduction="tokens")
     translation_loss(model, x, z, y).backward()
     W = dense.gradients(model)
     preconditioner.step(count=int(mask.sum()) if masked else None)
@@ -406,12 +425,30 @@ def test_an_encoder_of_more_positions_than_the_loss_has(source, masked, pieces, 
     dense.assert_equal(dense.gradients(model), translation_reference(W, factors, curvature))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_of_positions_beyond_the_loss_no_mask_is_known(masked):
+    """All of them count, in the divisor of EKFAC's moments and in their share alike."""
+    model = Translation().double()
+    preconditioner = natgrad.Preconditioner(
+        model, natgrad.EKFAC(), damping=DAMPING, reduction="tokens", refresh=natgrad.Refresh(inverses=1000)
+    )
+    for _ in range(3):
+        x, z, whole, partial = sentences(7)
+        y = partial if masked else whole
+        model.zero_grad()
+        translation_loss(model, x, z, y).backward()
+        preconditioner.step(count=int((y != IGNORED).sum()) if masked else None)
+    for name in dense.trained_layers(model):
+        share = dense_ekfac.blocks(preconditioner, name)["s"]
+        torch.testing.assert_close(share, torch.full((1, 1), 0.05 + 0.95 * 0.05).double())
+
+
 @pytest.mark.parametrize("source", [2, 7])
 @pytest.mark.parametrize("accumulation", ["mean", "sum"])
 def test_sequences_in_several_backward_passes(source, accumulation):
     x, z, y, _ = sentences(source, samples=4)
     model = Translation().double()
-    preconditioner = natgrad.Preconditioner(model, damping=0.05, reduction="tokens", accumulation=accumulation)
+    preconditioner = natgrad.Preconditioner(model, damping=DAMPING, reduction="tokens", accumulation=accumulation)
     for part in (slice(0, 2), slice(2, 4)):
         (translation_loss(model, x[part], z[part], y[part]) / (2 if accumulation == "mean" else 1)).backward()
     W = dense.gradients(model)
@@ -428,7 +465,7 @@ def test_sampled_labels_of_sequences(source, curvature):
     model = Translation().double()
     score = LabelSampler(seed=0, rank=0, reduction="tokens").score(likelihood, model(x, z).detach(), None, 0)
     sampled = natgrad.KFAC(fisher="sampled", likelihood=likelihood, **curvature)
-    preconditioner = natgrad.Preconditioner(model, sampled, damping=0.05, reduction="tokens")
+    preconditioner = natgrad.Preconditioner(model, sampled, damping=DAMPING, reduction="tokens")
     outputs = model(x, z)
     preconditioner.backward(cross_entropy(outputs.flatten(0, 1), y.flatten()), outputs)
     W = dense.gradients(model)
@@ -444,7 +481,7 @@ def test_a_count_beyond_what_the_nearest_layer_saw():
         model = token_model()
         x, y = tokens()
         y = y.clamp(min=0)
-        preconditioner = natgrad.Preconditioner(model, damping=0.05, reduction="tokens")
+        preconditioner = natgrad.Preconditioner(model, damping=DAMPING, reduction="tokens")
         outputs = torch.stack([model(x[:, t]) for t in range(6)], 1) if stepwise else model(x)
         cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()
         preconditioner.step(count=24)

@@ -424,8 +424,7 @@ _add(
 _add(
     "scaler_skip",
     "Statistics of a step that the GradScaler skips are folded into the running averages.",
-    "test_second_pass.py::test_a_loss_scaler_changes_nothing_and_may_skip_a_step "
-    "test_scaling.py dense/test_ekfac_scale.py",
+    "test_second_pass.py::test_a_loss_scaler_changes_nothing_and_may_skip_a_step test_scaling.py dense/test_scale.py",
     (
         "preconditioner.refresh.averages:fold",
         "seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)",
