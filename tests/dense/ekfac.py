@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.dense import reference as dense
-from tests.dense.reference import Rows
+from tests.dense.reference import Rows, solve_block
 from tests.device import here
 
 
@@ -39,12 +39,6 @@ def approximation(S: Tensor, QA: Tensor, QG: Tensor) -> Tensor:
     """Q diag(S) Qᵀ, [n, o i, o i]."""
     Q = rotation(QA, QG)
     return (Q * S[:, None, :]) @ Q.mT
-
-
-def solve(W: Tensor, F: Tensor, damping: float) -> Tensor:
-    """(F + γI)⁻¹ vec(W), block by block."""
-    damped = F + damping * torch.eye(F.shape[-1], dtype=F.dtype)
-    return torch.linalg.solve(damped, W.flatten(1)[..., None])[..., 0].view_as(W)
 
 
 def blocks(preconditioner, module: str) -> dict[str, Tensor]:
@@ -75,9 +69,16 @@ class EKFAC:
         self.factors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self.moments: dict[str, list[Tensor]] = defaultdict(list)
         self.made: dict[str, tuple[Tensor, ...]] = {}
+        options = {"factor_decay": factor_decay, "factors": factors, "inverses": inverses}
+        self.norms = dense.KFAC(damping=damping, **options)
 
     def step(self, rows: Mapping[str, Rows], preconditioner, raw: Mapping[str, Tensor] | None = None):
         """Follow a step that the preconditioner has made; `rows` may hold lists of uses."""
+        if raw is None:
+            raw = {name: sum(use.gradient() for use in _uses(seen)) for name, seen in rows.items()}
+        exact = {name: seen for name, seen in rows.items() if isinstance(seen, Rows) and seen.exact}
+        norms = self.norms.step(exact, {name: raw[name] for name in exact})
+        rows = {name: seen for name, seen in rows.items() if name not in exact}
         if self._due("factors"):
             for name, seen in rows.items():
                 joined = seen if isinstance(seen, Rows) else Rows.concatenate(seen, 2)
@@ -93,9 +94,8 @@ class EKFAC:
                 self.made[name] = own["QA"], own["QG"], A, G
                 self.moments[name].clear()
         self.completed += 1
-        if raw is None:
-            raw = {name: sum(use.gradient() for use in _uses(seen)) for name, seen in rows.items()}
-        return {name: solve(W, self.fisher(name), self.damping) for name, W in raw.items()}
+        matrices = {name: W for name, W in raw.items() if name not in exact}
+        return norms | {name: solve_block(W, self.fisher(name), self.damping) for name, W in matrices.items()}
 
     def fisher(self, name: str) -> Tensor:
         """EKFAC's block, or K-FAC's as long as nothing was measured in its basis."""

@@ -17,16 +17,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tests.dense import norm as dense_norm
+
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a layer saw: its input rows a [n, B, T, i] and per-sample output gradients g [n, B, T, o]."""
+    """What a layer saw: its input rows a [n, B, T, i] and per-sample output gradients g [n, B, T, o].
+
+    Each channel of a norm layer is a block: a is the normalised input and 1, g the channel's output gradient. Its
+    curvature is the block itself, `exact`.
+    """
 
     a: Tensor
     g: Tensor
+    exact: bool = False
 
     def gradient(self) -> Tensor:
         """W = (1/B) Σ_n Σ_t g aᵀ, [n, o, i]."""
@@ -49,13 +56,15 @@ class Rows:
     def positions(self, mask: Tensor | None = None) -> Rows:
         """Every (unmasked) position as a sample of its own, for token-mean losses; mask [B, T]."""
         keep = torch.ones(self.a.shape[1:3], dtype=torch.bool) if mask is None else mask
-        return Rows(self.a[:, keep].unsqueeze(2), self.g[:, keep].unsqueeze(2))
+        return Rows(self.a[:, keep].unsqueeze(2), self.g[:, keep].unsqueeze(2), self.exact)
 
     @staticmethod
     def concatenate(parts: Iterable[Rows], dim: int) -> Rows:
         """Join along the samples (dim 1) or the positions (dim 2)."""
         parts = list(parts)
-        return Rows(torch.cat([part.a for part in parts], dim), torch.cat([part.g for part in parts], dim))
+        return Rows(
+            torch.cat([part.a for part in parts], dim), torch.cat([part.g for part in parts], dim), parts[0].exact
+        )
 
 
 def twin(model: nn.Module) -> nn.Module:
@@ -64,11 +73,12 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def trained_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear and convolutional layers with something to train, by name."""
+    """The linear, convolutional and norm layers with something to train, by name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, *CONVOLUTIONS)) and any(p.requires_grad for p in module.parameters())
+        if isinstance(module, (nn.Linear, *CONVOLUTIONS, *dense_norm.NORMS))
+        and any(p.requires_grad for p in module.parameters())
     }
 
 
@@ -77,7 +87,9 @@ def input_rows(module: nn.Module, x: Tensor, g: Tensor | None = None) -> Tensor:
 
     `g` is a gradient at the output; a transposed convolution's caller may choose its size.
     """
-    if isinstance(module, nn.Linear):
+    if isinstance(module, dense_norm.NORMS):
+        rows = dense_norm.rows(module, dense_norm.normalise(module, x)).movedim(-1, 0).unsqueeze(-1)
+    elif isinstance(module, nn.Linear):
         rows = x.reshape(len(x) if x.ndim > 1 else 1, -1, x.shape[-1]).unsqueeze(0)
     else:
         channels, size = module.in_channels, math.prod(module.kernel_size)
@@ -99,13 +111,20 @@ def input_rows(module: nn.Module, x: Tensor, g: Tensor | None = None) -> Tensor:
             ]
         rows = reader(batched).detach().flatten(2).unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
     columns = [rows] if module.weight.requires_grad else []
-    if module.bias is not None and module.bias.requires_grad:
+    if _trained_bias(module):
         columns.append(torch.ones_like(rows[..., :1]))
     return torch.cat(columns, dim=-1)
 
 
+def _trained_bias(module: nn.Module) -> bool:
+    bias = getattr(module, "bias", None)
+    return bias is not None and bias.requires_grad
+
+
 def output_rows(module: nn.Module, g: Tensor) -> Tensor:
     """A gradient at the layer's output as rows [n, B, T, o]."""
+    if isinstance(module, dense_norm.NORMS):
+        return dense_norm.rows(module, g).movedim(-1, 0).unsqueeze(-1)
     if isinstance(module, nn.Linear):
         return g.reshape(len(g) if g.ndim > 1 else 1, -1, g.shape[-1]).unsqueeze(0)
     batched = g if g.ndim == len(module.kernel_size) + 2 else g.unsqueeze(0)
@@ -131,12 +150,16 @@ def capture(model: nn.Module, total: Callable[[nn.Module], Tensor]) -> dict[str,
     rows: dict[str, list[Rows]] = defaultdict(list)
     for (name, x, _), g in zip(uses, grads, strict=True):
         if g is not None:  # else the loss does not depend on this use
-            rows[name].append(Rows(input_rows(layers[name], x, g), output_rows(layers[name], g)))
+            exact = isinstance(layers[name], dense_norm.NORMS)
+            rows[name].append(Rows(input_rows(layers[name], x, g), output_rows(layers[name], g), exact))
     return {name: Rows.concatenate(seen, dim=2) for name, seen in rows.items()}
 
 
 def to_matrix(module: nn.Module, values: Mapping[str, Tensor | None]) -> Tensor:
     """The trained ones of {"weight": ..., "bias": ...} as one matrix a block, [n, o, i]."""
+    if isinstance(module, dense_norm.NORMS):
+        leaves = [leaf for leaf in ("weight", "bias") if dense_norm.trained(module, leaf)]
+        return torch.stack([values[leaf].reshape(-1) for leaf in leaves], -1).unsqueeze(1)
     blocks = getattr(module, "groups", 1)
     columns = []
     if module.weight.requires_grad:
@@ -181,6 +204,12 @@ def solve_inverse(W: Tensor, A: Tensor, G: Tensor, damping: float, pi: bool = Tr
     return torch.stack(solved)
 
 
+def solve_block(W: Tensor, F: Tensor, damping: float) -> Tensor:
+    """(F + γI)⁻¹ vec(W), block by block."""
+    damped = F + damping * torch.eye(F.shape[-1], dtype=F.dtype)
+    return torch.linalg.solve(damped, W.flatten(1)[..., None])[..., 0].view_as(W)
+
+
 def kl_scale(raw: Mapping[str, Tensor], solved: Mapping[str, Tensor], rates: Mapping[str, float], clip: float) -> float:
     """ν = min(1, √(κ / Σ lr²|⟨V, ∇⟩|)) over the layers."""
     total = sum(rates[name] ** 2 * abs(float((solved[name] * raw[name]).sum())) for name in solved)
@@ -205,33 +234,37 @@ class KFAC:
         self.damping, self.factors, self.inverses = map(_schedule, (damping, factors, inverses))
         self.completed = 0
         self.last = {"factors": None, "inverses": None}
-        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self.sums: dict[str, tuple[Tensor, ...]] = {}  # A and G, or F of a norm layer
         self.updates: dict[str, int] = defaultdict(int)
-        self.held: dict[str, tuple[Tensor, Tensor, float]] = {}
+        self.held: dict[str, tuple[tuple[Tensor, ...], float]] = {}
 
     def step(self, rows: Mapping[str, Rows], raw: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Fold the rows of this step's batch, then precondition `raw` (default: the rows' own gradient)."""
         raw = {name: seen.gradient() for name, seen in rows.items()} if raw is None else raw
         if self._due("factors"):
             for name, seen in rows.items():
-                self._fold(name, seen.factors(self.sharing))
+                self._fold(name, (seen.fisher(),) if seen.exact else seen.factors(self.sharing))
         damping = self.damping(self.completed)
         if self._due("inverses"):
             for name, sums in self.sums.items():
                 correction = 1 - self.factor_decay ** self.updates[name]
-                self.held[name] = (sums[0] / correction, sums[1] / correction, damping)
+                self.held[name] = (tuple(total / correction for total in sums), damping)
         self.completed += 1
         return {name: self._solve(name, W, damping) for name, W in raw.items()}
 
-    def _fold(self, name: str, fresh: tuple[Tensor, Tensor]) -> None:
+    def _fold(self, name: str, fresh: tuple[Tensor, ...]) -> None:
         d = self.factor_decay
         old = self.sums.get(name, tuple(torch.zeros_like(factor) for factor in fresh))
         self.sums[name] = tuple(d * o + (1 - d) * f for o, f in zip(old, fresh, strict=True))
         self.updates[name] += 1
 
     def _solve(self, name: str, W: Tensor, damping: float) -> Tensor:
-        A, G, renewed = self.held[name]
-        return solve_eigen(W, A, G, damping) if self.form == "eigen" else solve_inverse(W, A, G, renewed, self.pi)
+        factors, renewed = self.held[name]
+        if len(factors) == 1:
+            return solve_block(W, *factors, damping)
+        return (
+            solve_eigen(W, *factors, damping) if self.form == "eigen" else solve_inverse(W, *factors, renewed, self.pi)
+        )
 
     def _due(self, clock: str) -> bool:
         last, interval = self.last[clock], getattr(self, clock)(self.completed)

@@ -32,7 +32,7 @@ class KFAC(dense.KFAC):
     def _solve(self, name, W, damping):
         if self.form != "eigen":
             return super()._solve(name, W, damping)
-        A, G, _ = self.held[name]
+        (A, G), _ = self.held[name]
         (vA, QA), (vG, QG) = torch.linalg.eigh(A), torch.linalg.eigh(G)
         return QG @ ((QG.mT @ W @ QA) / (vG[:, :, None] * vA[:, None, :] + damping)) @ QA.mT
 

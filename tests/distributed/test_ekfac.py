@@ -231,7 +231,7 @@ def fold(state, captured, decay):
 def solve(own, W, gamma):
     (vA, QA), (vG, QG) = own["basis"]
     S = own["S"] / own["s"] if own["s"] else (vG[:, :, None] * vA[:, None, :]).flatten(1)
-    return dense_ekfac.solve(W, dense_ekfac.approximation(S, QA, QG), gamma)
+    return dense.solve_block(W, dense_ekfac.approximation(S, QA, QG), gamma)
 
 
 @pytest.mark.some(2)
