@@ -41,7 +41,6 @@ import torch.distributed as dist
 import typer
 from rich.progress import track
 
-import natgrad
 from benchmarks.common import RESULTS, Seconds, Subject, conditions, interleave, launch, median, peak_memory, save
 from benchmarks.limit import Limit
 from benchmarks.memory import allocator
@@ -69,7 +68,6 @@ OWN: tuple[tuple[str, Reduction], ...] = (
 )
 
 SLOW = "200mbit"
-BANDWIDTHS = {"200mbit": 25e6, "1gbit": 125e6, "1000mbit": 125e6}  # bytes a second
 SAME_PLACE = 1.0  # over kfac-pytorch's same placement
 OWN_WORK = 1.1
 # The greatest ratios that the project wants: by configuration, intervals, and what the time is over.
@@ -95,19 +93,10 @@ def label(placement: str, gradients: Reduction) -> str:
     return placement if gradients == "averaged" else f"{placement}, reduce"
 
 
-def told(placement: str, rate: str) -> natgrad.Placement:
-    """Return a placement that knows the link, where there is one."""
-    name, _, fraction = placement.partition(":")
-    known = natgrad.Placement(name=name, fraction=float(fraction) if fraction else None)
-    return replace(known, link=natgrad.Link(bandwidth=BANDWIDTHS[rate])) if rate in BANDWIDTHS else known
-
-
-def configurations(form: Form, rate: str) -> dict[str, Method]:
+def configurations(form: Form) -> dict[str, Method]:
     """Return every preconditioner that is measured, by name."""
     own = {
-        label(placement, gradients): natgrad_kfac(
-            form, placement=told(placement, rate), gradients=gradients, intervals=CYCLE
-        )
+        label(placement, gradients): natgrad_kfac(form, placement=placement, gradients=gradients, intervals=CYCLE)
         for placement, gradients in OWN
     }
     if not KFAC_PYTORCH:
@@ -115,12 +104,10 @@ def configurations(form: Form, rate: str) -> dict[str, Method]:
     return own | {f"{PEER}{name}": kfac_pytorch(form, fraction=FRACTIONS[name], intervals=CYCLE) for name in FRACTIONS}
 
 
-def attach_all(
-    workload: Name, form: Form, rate: str, only: Collection[str]
-) -> tuple[dict[str, Trainer], dict[str, str]]:
+def attach_all(workload: Name, form: Form, only: Collection[str]) -> tuple[dict[str, Trainer], dict[str, str]]:
     """Return a trainer for each configuration, or for comm-opt and `only` some, and why natgrad refuses the others."""
     trainers, refused = {}, {}
-    for name, attach in configurations(form, rate).items():
+    for name, attach in configurations(form).items():
         if only and name not in (*only, "comm-opt"):
             continue
         trainer = Trainer(WORKLOADS[workload])
@@ -152,9 +139,9 @@ def bare_work(limit: Limit, form: Form) -> Subject:
     return laps
 
 
-def measure(workload: Name, form: Form, rounds: int, rate: str, only: Collection[str]) -> Measured:
+def measure(workload: Name, form: Form, rounds: int, only: Collection[str]) -> Measured:
     """Run every configuration in turn; to be called on every rank, of which the first returns the figures of all."""
-    trainers, refused = attach_all(workload, form, rate, only)
+    trainers, refused = attach_all(workload, form, only)
     trainers |= {DDP: Trainer(WORKLOADS[workload]), ALONE: Trainer(WORKLOADS[workload], alone=True)}
     subjects: dict[str, Subject] = {name: partial(cycle, trainer) for name, trainer in trainers.items()}
     subjects["limit"] = bare_work(Limit(Trainer(WORKLOADS[workload], alone=True)), form)
@@ -168,7 +155,7 @@ def measure_memory(workload: Name, form: Form, name: str) -> float:
     """Return the peak in MiB of the rank that needs most; to be called on every rank, in fresh processes."""
     trainer = Trainer(WORKLOADS[workload])
     if name != DDP:
-        trainer.preconditioner = configurations(form, "none")[name](trainer)
+        trainer.preconditioner = configurations(form)[name](trainer)
 
     def run() -> None:
         for _ in range(STEPS["renewal"] + STEPS["factors"]):
@@ -214,7 +201,7 @@ class Summary:
             wired: Whether the interfaces were this run's alone.
         """
         self.times, self.ranks, self.timed, self.wired = times, ranks, timed, wired
-        self.names = [name for name in (DDP, *configurations("eigen", "none")) if f"{name}/plain/seconds" in times]
+        self.names = [name for name in (DDP, *configurations("eigen")) if f"{name}/plain/seconds" in times]
 
     def rows(self) -> list[Row]:
         """Return a row for each configuration and pair of intervals."""
@@ -286,7 +273,7 @@ def read_measured(path: Path) -> Measured:
 
 def on_one(workload: Name, form: Form, rounds: int, ranks: int, rate: str, only: str) -> Measured:
     """Call `measure` on the ranks of this machine."""
-    return launch(ranks, measure, workload, form, rounds, rate, [only] if only else [])
+    return launch(ranks, measure, workload, form, rounds, [only] if only else [])
 
 
 def write_measured(workload: Name, form: Form, rounds: int, rate: str, only: Collection[str], path: Path) -> None:
@@ -294,7 +281,7 @@ def write_measured(workload: Name, form: Form, rounds: int, rate: str, only: Col
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        measured = measure(workload, form, rounds, rate, only)
+        measured = measure(workload, form, rounds, only)
         if dist.get_rank() == 0:
             path.write_bytes(pickle.dumps(measured))
     finally:
@@ -303,7 +290,7 @@ def write_measured(workload: Name, form: Form, rounds: int, rate: str, only: Col
 
 def all_memory(workload: Name, form: Form, ranks: int, refused: Mapping[str, str]) -> dict[str, float]:
     """Return the peak memory of every configuration in MiB, each in processes of its own."""
-    names = [DDP, *(name for name in configurations(form, "none") if name not in refused)]
+    names = [DDP, *(name for name in configurations(form) if name not in refused)]
     with allocator("live"):
         return {
             name: launch(ranks, measure_memory, workload, form, name)
@@ -329,8 +316,8 @@ def main(
         return
     if rate != "none" and ranks % 2:
         raise typer.BadParameter(f"{ranks} ranks do not go on two nodes: give an even number, or --rate none")
-    if only and only not in configurations(form, rate):
-        raise typer.BadParameter(f"{only!r} is none of {', '.join(configurations(form, rate))}", param_hint="--only")
+    if only and only not in configurations(form):
+        raise typer.BadParameter(f"{only!r} is none of {', '.join(configurations(form))}", param_hint="--only")
     torch.set_num_threads(1)
     settings = conditions() | {"ranks": ranks, "rate": rate, "form": form}
     settings |= {"kfac-pytorch": KFAC_PYTORCH or "not installed"}

@@ -22,7 +22,7 @@ CHANGED = {
 
 # What was removed by name since (`natgrad._REMOVED` says what replaces it), and parameters that went with it.
 DROPPED = set(natgrad._REMOVED)
-DROPPED_PARAMETERS: set[tuple[str, str]] = set()
+DROPPED_PARAMETERS = {("Placement", "link"), ("Placement", "nodes"), ("Placement", "inside")}
 
 
 def is_dropped(name):

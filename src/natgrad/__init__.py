@@ -44,7 +44,6 @@ _HOMES = {
     "NaturalMuon": "natgrad.preconditioner.natural_muon",
     "NatgradWarning": "natgrad.errors",
     "Nodes": "natgrad.averaging",
-    "Link": "natgrad.distributed",
     "Placement": "natgrad.distributed",
     "PlacementRule": "natgrad.distributed",
     "register_placement": "natgrad.distributed",
@@ -78,7 +77,9 @@ _HOMES = {
 }
 
 # Names that earlier versions had, and what to use in their place.
-_REMOVED: dict[str, str] = {}
+_REMOVED: dict[str, str] = {
+    "Link": 'placement="auto" chooses by the memory of a rank: natgrad.Placement(memory=...)',
+}
 
 if TYPE_CHECKING:
     from natgrad import averaging as averaging
@@ -106,7 +107,6 @@ if TYPE_CHECKING:
     from natgrad.curvature.likelihood import Likelihood as Likelihood
     from natgrad.damping import Autopilot as Autopilot
     from natgrad.damping import TrustRegion as TrustRegion
-    from natgrad.distributed import Link as Link
     from natgrad.distributed import Placement as Placement
     from natgrad.distributed import PlacementRule as PlacementRule
     from natgrad.distributed import Plan as Plan

@@ -7,11 +7,19 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests.distributed.jobs import Job, assert_bit_identical, assert_close, batch, network, share, train
+from tests.distributed.jobs import (
+    Job,
+    Training,
+    assert_bit_identical,
+    assert_close,
+    batch,
+    network,
+    place,
+    share,
+    train,
+)
 
 STEPS = range(7)
-# Messages cost next to nothing, products much: who shares them out wins.
-NEAR = natgrad.Link(latency=1e-9, bandwidth=1e12, products=1e6)
 
 
 def wide():
@@ -29,8 +37,8 @@ def build(memory):
 def test_all_ranks_choose_alike_without_a_message(ranks):
     first, *others = ranks.run(4, build, 40_000)
     placement, _, note, explained, traffic = first
-    assert placement.name != "comm-opt"
-    assert "hold more than 0.04 MiB" in note or "other holds more than 0.04 MiB" in note
+    assert str(placement) == "hybrid:0.5"
+    assert "'comm-opt' would hold 0.05 MiB of at most 0.04 MiB" in note
     assert note in explained
     assert not any(traffic.values())
     assert all(other == first for other in others)
@@ -44,15 +52,58 @@ def test_too_little_memory_names_the_least_that_would_do(ranks):
     assert isinstance(ranks.run(2, build, least - 1)[0], str)
 
 
+def held(placement):
+    """Return the bytes of a rank's curvature under a placement."""
+    return Training(Job(options={"placement": placement})).preconditioner.plan.most_held
+
+
 @pytest.mark.some(3)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("gradients", ["averaged", "reduce"])
 def test_the_choice_trains_like_one_process(ranks, count, gradients):
-    options = {"placement": natgrad.Placement(link=NEAR), "gradients": gradients}
+    memory = ranks.run(count, held, "comm-opt")[0] - 1
+    options = {"placement": natgrad.Placement(memory=memory), "gradients": gradients}
     results = ranks.run(count, train, Job(options=options), STEPS)
     assert results[0].traffic["gradients"] > 0  # it is not comm-opt
     assert_bit_identical(results)
     assert_close(results[0], train(Job(), STEPS))
+
+
+def test_the_state_of_rank_0_is_complete_for_a_small_model(ranks):
+    job = Job(options={"placement": "auto"})
+    saved = ranks.run(2, train, job, range(4))[0].state  # without gather
+    assert_close(train(job, range(4, 7), [saved]), train(job, range(7)))
+
+
+def of_rows(kind, placement, memory, count):
+    """Return what `plan.held` and the tensors say after a step with rows, or the error, and the messages of rows."""
+    options = {"placement": natgrad.Placement(name=placement, memory=memory)}
+    training = Training(Job(kind=kind, options=options, kl_clip=None, samples=count))
+    try:
+        training.step(0)
+    except ValueError as error:
+        return str(error), training.preconditioner.traffic().get("rows", 0)
+    kept = [
+        tensor
+        for group in training.preconditioner.parts.groups
+        for own in (group.averages, group.results, group.memory)
+        for tensor in own.values()
+    ]
+    return training.preconditioner.plan.held(place()[0]), sum(t.numel() * t.element_size() for t in kept)
+
+
+@pytest.mark.parametrize("placement", ["auto", "mem-opt", "dp"])
+@pytest.mark.parametrize("kind", ["SNGD", "HyLo"])
+def test_rows_count_once_their_number_is_known(ranks, kind, placement):
+    results = ranks.run(2, of_rows, kind, placement, 10**6, 12)
+    assert all(said == kept > 0 for said, kept in results)
+    most = max(said for said, _ in results)
+    assert ranks.run(2, of_rows, kind, placement, most, 12) == results
+    (message, sent), *others = ranks.run(2, of_rows, kind, placement, most - 1, 12)
+    assert f"memory={most - 1} is not allowed: memory must be at least {most} bytes" in message
+    assert "with the rows of this batch" in message
+    assert sent == 0
+    assert others == [(message, sent)]
 
 
 def thaw():
@@ -60,9 +111,10 @@ def thaw():
     model = network()
     model[0].requires_grad_(False)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    # Read at the first step, an interval says that renewals are rare; later they are not, which changes nothing.
-    refresh = natgrad.Refresh(factors=1, inverses=lambda step: 1000 if step == 0 else 1)
-    made = natgrad.Preconditioner(wrapped, placement=natgrad.Placement(link=NEAR), damping=0.05, refresh=refresh)
+    other = natgrad.Preconditioner(model, placement="comm-opt")
+    other.detach()
+    placement = natgrad.Placement(memory=other.plan.most_held - 1)
+    made = natgrad.Preconditioner(wrapped, placement=placement, damping=0.05, refresh=natgrad.Refresh(inverses=1))
     seen = []
     for step in range(4):
         if step == 2:

@@ -228,7 +228,6 @@ CASES = {
         fixed({"inputs": 1, "gradients": 1}),
     ),
     "Guard": Case(natgrad.Guard, lambda guard: preconditioned(guard=guard), dict),
-    "Link": Case(natgrad.Link, lambda link: preconditioned(placement=natgrad.Placement(link=link)), dict),
     "Placement": Case(natgrad.Placement, lambda placement: preconditioned(placement=placement), dict),
     "Precision": Case(natgrad.Precision, lambda precision: preconditioned(precision=precision), dict),
     "Nodes": Case(natgrad.Nodes, repr, fixed({"sizes": (1, 1)})),

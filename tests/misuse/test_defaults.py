@@ -216,13 +216,5 @@ def test_a_small_model_is_quick():
     assert natgrad.Preconditioner(network()).explain().covered == 1
 
 
-def test_the_speed_of_the_machine_is_that_of_the_link():
-    fast = natgrad.Placement(link=natgrad.Link(speed=5e11))
-    natgrad.Preconditioner(wide(), placement=fast)
-    slow = natgrad.Placement(link=natgrad.Link(speed=1.0))
-    with pytest.warns(natgrad.NatgradWarning, match="one refresh takes about"):
-        natgrad.Preconditioner(network(), placement=slow)
-
-
 def test_of_an_accelerator_no_speed_is_known():
     assert natgrad.Preconditioner(wide().to("meta")).explain().covered > 0

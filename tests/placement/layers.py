@@ -17,7 +17,6 @@ def kfac(outputs, inputs, form="eigen", blocks=1, alone=True):
         results={part: blocks * (d * d + d) if eigen else triangles[part] for part, d in sizes.items()},
         gradients=blocks * outputs * inputs,
         blocks=blocks,
-        solve=blocks * outputs * inputs * (outputs + inputs) * (2 if eigen else 1),
         averages=4 * sum(triangles.values()),
         held=4 * (whole + vectors),
         alone=alone,

@@ -1,13 +1,13 @@
-"""What FSDP2's shards send, and what "auto" makes of it: pure numbers."""
+"""What FSDP2's shards send: pure numbers."""
 
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from natgrad.distributed import Link, Placement, RefreshIntervals, make_plan, resolve, step_seconds
-from tests.placement.layers import models, resnet50
-from tests.placement.test_choice import candidates, intervals, links
+from natgrad.distributed import make_plan, resolve
+from tests.placement.layers import models
+from tests.placement.test_choice import candidates
 
 pure = settings(max_examples=60, deadline=None, derandomize=True)
 small_ranks = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 64])
@@ -64,28 +64,3 @@ def test_volumes_by_hand(P, works, copies):
                 own = work.shards[rank % S]
                 expected += sum(work.shards) - own if rank in workers else own
         assert plan.traffic()["step"]["gradients"] == expected
-
-
-@pure
-@given(small_ranks, models, links, intervals)
-def test_auto_prices_what_shards_cost(P, works, link, intervals):
-    sharded = uneven(works, P)
-    plan = make_plan(Placement(link=link), sharded, P, intervals=intervals)
-    prices = [step_seconds(make_plan(replace(one, link=link), sharded, P), intervals) for one in candidates(P)]
-    if plan.placement.name == "comm-opt":
-        assert 0.9 * prices[0] <= min(prices)
-    else:
-        assert step_seconds(plan, intervals) == min(prices) < 0.9 * prices[0]
-    whole = make_plan(Placement(name="comm-opt", link=link), works, P)
-    dearer = prices[0] - step_seconds(whole, intervals)
-    N = sum(work.gradients for work in works.values())
-    message = link.message((P - 1) / P * N * 4) if P > 1 and N else 0.0
-    assert abs(dearer - message) <= 1e-9 * prices[0] + 1e-15
-
-
-def test_auto_leaves_comm_opt_sooner_where_gradients_are_sharded():
-    """Renewals are rare: comm-opt sends nothing in most steps under data parallelism, and all gradients under FSDP2."""
-    intervals, link, P = RefreshIntervals(factors=100, inverses=1000), Link(speed=1e12, products=1e14), 8
-    assert make_plan(Placement(link=link), resnet50(), P, intervals=intervals).placement.name == "comm-opt"
-    sharded = make_plan(Placement(link=link), uneven(resnet50(), P), P, intervals=intervals)
-    assert sharded.columns == P

@@ -1,22 +1,22 @@
 """Placements, plans of the work of each rank, collectives over torch.distributed, and FSDP2."""
 
-from natgrad.distributed.choice import make_plan, step_seconds
+from natgrad.distributed.assign import CORE_SPEED
+from natgrad.distributed.choice import make_plan
 from natgrad.distributed.communicator import Communicator, Work, flatten, unflatten
-from natgrad.distributed.options import Link, Placement, RefreshIntervals, resolve
+from natgrad.distributed.options import Placement, resolve
 from natgrad.distributed.plan import Assignment, LayerDemand, Plan, RowDemand
 from natgrad.distributed.rules import PlacementRule, register_placement
 from natgrad.distributed.slices import Slices
 from natgrad.distributed.wire import WireFormat, narrower
 
 __all__ = [
+    "CORE_SPEED",
     "Assignment",
     "Communicator",
     "LayerDemand",
-    "Link",
     "Placement",
     "PlacementRule",
     "Plan",
-    "RefreshIntervals",
     "RowDemand",
     "Slices",
     "WireFormat",
@@ -26,6 +26,5 @@ __all__ = [
     "narrower",
     "register_placement",
     "resolve",
-    "step_seconds",
     "unflatten",
 ]

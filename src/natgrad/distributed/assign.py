@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar, get_args
 
 import numpy as np
 
-from natgrad.distributed.options import Placement, RefreshIntervals
+from natgrad.distributed.options import Placement
 from natgrad.distributed.plan import Assignment, LayerDemand, Plan
 from natgrad.distributed.rules import Destination
 from natgrad.errors import require, require_one_of
@@ -17,13 +17,18 @@ Key = TypeVar("Key", bound=Hashable)
 
 Owners: TypeAlias = dict[Key, dict[str, "int | None"]]
 
+CORE_SPEED = 5e10
+"""Multiply-adds of decompositions per second on one processor core (d³ for an inverse, 5 d³ for eigenvectors)."""
+# A message of n bytes takes latency + n / bandwidth seconds: gloo on a 10 Gbit/s network.
+_LATENCY, _BANDWIDTH = 2e-4, 1.25e9
+
 
 def assign(
     placement: Placement,
     works: Mapping[Key, LayerDemand],
     ranks: int,
     previous: Mapping[Key, Assignment],
-    intervals: RefreshIntervals,
+    factor_refreshes: float,
 ) -> Plan[Key]:
     """Return the plan of one placement other than "auto", as `natgrad.distributed.make_plan` describes."""
     speeds = placement.speed_of(ranks)
@@ -32,7 +37,7 @@ def assign(
     assignments = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
     plan: Plan[Key] = Plan(
-        placement, ranks, columns, assignments, works, weigh(placement, works, assignments, intervals), note
+        placement, ranks, columns, assignments, works, weigh(placement, works, assignments, factor_refreshes), note
     )
     column_of = _columns(plan, workers, speeds, previous)
     owners = _owners(plan, column_of, workers, speeds)
@@ -49,14 +54,15 @@ def weigh(
     placement: Placement,
     works: Mapping[Key, LayerDemand],
     assignments: Mapping[Key, Assignment],
-    intervals: RefreshIntervals,
+    factor_refreshes: float,
 ) -> dict[Key, float]:
     """Return the work of each layer between two inverse refreshes: the measured cost, otherwise the modelled one.
 
     Modelled costs are scaled to the unit of the measured ones.
     """
     modelled = {
-        key: work.cost + _construction(placement, key, work, assignments[key], intervals) for key, work in works.items()
+        key: work.cost + factor_refreshes * _construction(placement, key, work, assignments[key])
+        for key, work in works.items()
     }
     costs = placement.costs or {}
     measured = {key: costs[str(key)] for key in works if str(key) in costs}
@@ -65,17 +71,14 @@ def weigh(
     return {key: measured.get(key, work * unit) for key, work in modelled.items()}
 
 
-def _construction(
-    placement: Placement, key: Key, work: LayerDemand, assignment: Assignment, intervals: RefreshIntervals
-) -> float:
-    """Return the work of building a layer's factors, in multiply-adds of decompositions.
+def _construction(placement: Placement, key: Key, work: LayerDemand, assignment: Assignment) -> float:
+    """Return the multiply-adds of building a layer's factors once.
 
-    It is 0 if all ranks build them, because each then has the same share, or if positions are unknown.
+    They are 0 if all ranks build them, because each then has the same share, or if positions are unknown.
     """
     if placement.positions is None or assignment.sums != "alone":
         return 0.0
-    products = work.sums * placement.positions.get(str(key), 0.0) * intervals.inverses / intervals.factors
-    return products * placement.link.speed / placement.link.products
+    return work.sums * placement.positions.get(str(key), 0.0)
 
 
 def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:
@@ -129,7 +132,7 @@ def _owners(
     for key, part in weights if placement.owners == "round-robin" else _descending(weights):
         column, work, weight = column_of[key], plan.layers[key], weights[key, part]
         load = loads[column]
-        cheaper = placement.rule.decomposes_everywhere and _is_cheaper_everywhere(placement, work, part)
+        cheaper = placement.rule.decomposes_everywhere and _is_cheaper_everywhere(work, part)
         if cheaper or part in work.on_every_worker:
             owners[key][part] = None
             load.add(slice(None), weight)
@@ -141,12 +144,12 @@ def _owners(
     return owners
 
 
-def _is_cheaper_everywhere(placement: Placement, work: LayerDemand, part: str) -> bool:
+def _is_cheaper_everywhere(work: LayerDemand, part: str) -> bool:
     """Return whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
     if work.rows is not None:
         return False  # the size of the result depends on the batch
-    size = work.results.get(part, 0) * work.bytes_per_element
-    return placement.link.work(work.parts[part]) < placement.link.message(size)
+    size = work.results.get(part, 0) * work.wire
+    return work.parts[part] / CORE_SPEED < _LATENCY + size / _BANDWIDTH
 
 
 def _descending(costs: Mapping[Key, float]) -> Iterable[Key]:

@@ -1,4 +1,4 @@
-"""The options of a placement, and the cost model of "auto"."""
+"""The options of a placement."""
 
 from __future__ import annotations
 
@@ -14,71 +14,7 @@ Name = Literal["auto", "comm-opt", "mem-opt", "hybrid", "reduce-scatter", "dp", 
 NAMES: tuple[str, ...] = get_args(Name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """The cost of messages and of computation.
-
-    A message of n bytes takes ``latency + n / bandwidth`` seconds; c multiply-adds take c divided by the speed. The
-    defaults are for one core of a server, gloo and a 10 Gbit/s network.
-
-    Attributes:
-        latency: α in seconds, including the host's work for a message.
-        bandwidth: 1 / β in bytes per second.
-        speed: Multiply-adds of decompositions per second: d³ for the inverse of a factor of size d, 5 d³ for its
-            eigenvectors.
-        products: Multiply-adds of matrix products per second.
-
-    Raises:
-        ValueError: unless each is a finite number > 0 (the latency: >= 0).
-    """
-
-    latency: float = 2e-4
-    bandwidth: float = 1.25e9
-    speed: float = 5e10
-    products: float = 5e10
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name in ("latency", "bandwidth", "speed", "products"):
-            value = getattr(self, name)
-            fits = is_number(value) and (value > 0 or (name == "latency" and value == 0))
-            require(fits, name, value, "a finite number >= 0" if name == "latency" else "a finite number > 0")
-
-    def message(self, size: float) -> float:
-        """Return the seconds that a message of `size` bytes takes."""
-        return self.latency + size / self.bandwidth
-
-    def work(self, cost: float) -> float:
-        """Return the seconds that a decomposition of `cost` multiply-adds takes."""
-        return cost / self.speed
-
-
-@dataclass(frozen=True, kw_only=True)
-class RefreshIntervals:
-    """The intervals that costs depend on.
-
-    Attributes:
-        factors: Steps between two factor refreshes.
-        inverses: Steps between two inverse refreshes.
-        reduces: Whether natgrad sums the gradients over the ranks, in place of the model's wrapper.
-
-    Raises:
-        ValueError: unless both intervals are finite numbers >= 1.
-    """
-
-    factors: float = 1
-    inverses: float = 10
-    reduces: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name in ("factors", "inverses"):
-            value = getattr(self, name)
-            require(is_number(value) and value >= 1, name, value, "a number of steps >= 1")
-
-
 _BUCKET = 25 * 2**20
-_LINK = Link()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +32,10 @@ class Placement:
     - "pipelined" (after SPD-KFAC, Shi 2021): as "comm-opt", but factors are sent during the backward pass, under
       ``DistributedDataParallel``, and every rank decomposes those that take less time to decompose than to send.
     - "background": as "comm-opt", but decompositions run during the following steps, which use the previous results.
-    - "auto": the placement whose step costs least by the model of `link`, among "comm-opt", "hybrid" with every
-      fraction, "mem-opt" and "reduce-scatter", which all have the same results. "comm-opt" is used unless another one
-      saves a tenth. The choice is made once, by the intervals of the first step.
+    - "auto" (KAISA's rule): "comm-opt" if its curvature fits in `memory`, else the largest "hybrid" that does, else
+      "mem-opt". Without `memory`, the curvature of a rank may take a quarter of the memory of its device, or on the
+      host a quarter of the machine's memory divided by the number of ranks. Curvatures that need "comm-opt" (EKFAC),
+      or whose size depends on the batch (SNGD, HyLo), use "comm-opt". The choice is made once, at construction.
 
     Attributes:
         name: One of the names above, one registered with `natgrad.register_placement`, or a `natgrad.PlacementRule`.
@@ -113,11 +50,10 @@ class Placement:
             factors, and at least one layer.
         staleness: The number of steps after which all ranks use the results of decompositions in the background
             ("background"). They use them sooner if inverses are due again.
-        memory: The most bytes of curvature that a rank may hold between two steps. "auto" excludes placements that hold
-            more; for other placements this is an error. None: no limit.
-        link: The cost of messages and computation for "auto", equal on all ranks.
-        nodes: The number of nodes, each with the same number of consecutive ranks.
-        inside: The cost of messages within a node. None: that of `link`.
+        memory: The most bytes of curvature that a rank may hold between two steps, equal on all ranks. "auto" chooses
+            by it; it is an error if the placement holds more. Rows of samples (SNGD, HyLo) are counted when the batch
+            has determined their number: before they are gathered, a step that would exceed the limit raises a
+            ``ValueError`` on all ranks. None: no limit, and for "auto" the share above.
 
     Raises:
         ValueError: if an option is not allowed.
@@ -132,17 +68,13 @@ class Placement:
     bucket: int = _BUCKET
     staleness: int = 1
     memory: int | None = None
-    link: Link = _LINK
-    nodes: int = 1
-    inside: Link | None = None
 
     def __post_init__(self) -> None:
         """Check every option."""
         rule_of(self.name, self.fraction)
         require_one_of("owners", self.owners, "balanced", "round-robin")
-        for name, least in (("bucket", 1), ("staleness", 1), ("nodes", 1)):
-            value = getattr(self, name)
-            check_whole(name, value, least)
+        for name in ("bucket", "staleness"):
+            check_whole(name, getattr(self, name), 1)
         fits = self.memory is None or (is_whole(self.memory) and self.memory >= 1)
         require(fits, "memory", self.memory, "a number of bytes >= 1, or None")
         if self.speeds is not None:
@@ -152,14 +84,6 @@ class Placement:
             value = getattr(self, name)
             fits = isinstance(value, Mapping) and all(is_number(number) and number >= 0 for number in value.values())
             require(value is None or fits, name, value, "a number >= 0 for each layer, or None")
-        require(isinstance(self.link, Link), "link", self.link, "a Link")
-        fits = self.inside is None or (isinstance(self.inside, Link) and self.nodes > 1)
-        require(fits, "inside", self.inside, "a Link, where there is more than one of `nodes`, or None")
-
-    def link_of(self, ranks: int, width: int) -> Link:
-        """Return the cost of messages among `width` consecutive ranks, whose first is a multiple of `width`."""
-        within = ranks // self.nodes % width == 0
-        return self.inside if within and self.inside is not None else self.link
 
     def workers(self, ranks: int) -> int:
         """Return the number of workers of a layer for P = `ranks`.

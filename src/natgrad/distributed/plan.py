@@ -28,11 +28,13 @@ class RowDemand:
         width: The number of elements of a sample's rows of inputs and output gradients, in all blocks.
         share: Returns the number of samples that each rank selects, from the number of samples on all ranks, the
             largest number on any rank, and the number of ranks.
+        held: Returns the bytes of the rows of this number of samples, and of their kernels, on a worker.
         linked: Whether a selection may have a matrix that relates it to the other rows (HyLo's Y).
     """
 
     width: int
     share: Callable[[float, int, int], int]
+    held: Callable[[int], int]
     linked: bool
 
 
@@ -51,11 +53,9 @@ class LayerDemand:
         shards: The number of elements of its sharded parameters on each of the S shards. Empty: none is sharded.
         replicated: The number of elements of its other parameters, if some are sharded.
         blocks: The number of its blocks, whose decompositions may fail separately.
-        solve: The work of preconditioning its gradient, in multiply-adds of matrix products.
         averages: The bytes of its running averages.
-        held: The bytes of the results of its tasks on a worker.
-        itemsize: The bytes of an element of its gradient in messages.
-        wire: The bytes of an element of its sums and results in messages. None: `itemsize`.
+        held: The bytes of the results of its tasks on a worker, without `rows`.
+        wire: The bytes of an element of its results in messages.
         alone: Whether the samples of one rank are sufficient for its statistics. They are not for embedding tables, of
             which a rank looks up few rows.
     """
@@ -70,22 +70,15 @@ class LayerDemand:
     shards: tuple[int, ...] = ()
     replicated: int = 0
     blocks: int = 1
-    solve: float = 0.0
     averages: int = 0
     held: int = 0
-    itemsize: int = 4
-    wire: int | None = None
+    wire: int = 4
     alone: bool = True
 
     @property
     def cost(self) -> float:
         """The work of all tasks."""
         return sum(self.parts.values())
-
-    @property
-    def bytes_per_element(self) -> int:
-        """The bytes of an element of sums and results in messages."""
-        return self.itemsize if self.wire is None else self.wire
 
 
 @dataclass(frozen=True)
@@ -170,7 +163,8 @@ class Plan(Printed, Generic[Key]):
         seats: The assignment of each layer, also named `assignments`.
         layers: The demand of each layer.
         weights: The work of each layer, measured or modelled.
-        note: The name of the placement, and the reason if "auto" has chosen it.
+        note: The name of the placement, and the reason if "auto" has not chosen "comm-opt".
+        rows: The number of gathered rows of each layer in the last refresh (SNGD, HyLo). Empty before the first.
     """
 
     placement: Placement
@@ -180,6 +174,7 @@ class Plan(Printed, Generic[Key]):
     layers: Mapping[Key, LayerDemand]
     weights: Mapping[Key, float]
     note: str = ""
+    rows: Mapping[Key, int] = field(default_factory=dict)
 
     @property
     def assignments(self) -> Mapping[Key, Assignment]:
@@ -254,27 +249,23 @@ class Plan(Printed, Generic[Key]):
                     found["factors"]["replay"] += 2 * self._lacked(key) * bool(copies[self.assignments[key].sums])
         return found
 
-    def exchanges(
-        self, samples: int | Sequence[int] | None = None, *, in_bytes: bool = False
-    ) -> dict[Moment, list[Collective]]:
+    def exchanges(self, samples: int | Sequence[int] | None = None) -> dict[Moment, list[Collective]]:
         """Return the collectives on flat buckets: sums, results and preconditioned gradients.
 
         Rows of samples and sharded gradients are not included.
 
         Args:
             samples: As in `traffic`.
-            in_bytes: Whether sizes are in bytes. Those of counters are always in elements.
         """
         local = self._local(samples)
         rows = [self.row(rank) for rank in range(0, self.ranks, self.columns)]
-        widths = {key: layer.bytes_per_element if in_bytes else 1 for key, layer in self.layers.items()}
-        sums = {key: layer.sums * widths[key] for key, layer in self.layers.items()}
-        replayed = {key: layer.replayed * widths[key] for key, layer in self.layers.items()}
+        sums = {key: layer.sums for key, layer in self.layers.items()}
+        replayed = {key: layer.replayed for key, layer in self.layers.items()}
         factors = self._sum_exchanges("factors", sums) + self._sum_exchanges("replay", replayed)
         inverses, step = [], []
         if self.columns < self.ranks:
             for gathers in (False, True):
-                sizes, flags = self._results(widths, local, gathers=gathers)
+                sizes, flags = self._results(local, gathers=gathers)
                 for column in range(self.columns) if any(flags) else ():
                     workers = range(column, self.ranks, self.columns)
                     for kind, owned in (("inverses", sizes), ("counters", flags)):
@@ -282,7 +273,7 @@ class Plan(Printed, Generic[Key]):
         if self.columns > 1 and not self._sends_rows:
             gradients, counters = [0] * self.columns, [0] * self.columns
             for key, layer in self.layers.items():
-                gradients[self.column_of(key)] += layer.gradients * (layer.itemsize if in_bytes else 1)
+                gradients[self.column_of(key)] += layer.gradients
                 # ⟨V, W⟩ of each block, and the level and the failures of the layer.
                 counters[self.column_of(key)] += layer.blocks + 2
             for row in rows:
@@ -309,9 +300,7 @@ class Plan(Printed, Generic[Key]):
             every += [Collective(kind, ranks, tuple(owned), True), Collective("counters", ranks, tuple(counters), True)]
         return every
 
-    def _results(
-        self, widths: Mapping[Key, int], local: Sequence[int], *, gathers: bool
-    ) -> tuple[list[int], list[int]]:
+    def _results(self, local: Sequence[int], *, gathers: bool) -> tuple[list[int], list[int]]:
         """Return the elements of results that each rank sends, and the number of blocks whose success it reports.
 
         `gathers`: for layers whose statistics are gathered; otherwise for all others.
@@ -322,7 +311,7 @@ class Plan(Printed, Generic[Key]):
             kernel = layer.blocks * (self.ranks * self._selected(key, local)) ** 2
             for part, owner in assignment.owners.items() if gathers == (layer.rows is not None) else ():
                 if owner is not None:
-                    sizes[owner] += (layer.results.get(part, 0) + kernel) * widths[key]
+                    sizes[owner] += layer.results.get(part, 0) + kernel
                     flags[owner] += layer.blocks
         return sizes, flags
 
@@ -382,19 +371,36 @@ class Plan(Printed, Generic[Key]):
         return sum(sum(shards) - shards[worker % len(shards)] for worker in self.assignments[key].workers)
 
     def held(self, rank: int) -> int:
-        """Return the bytes of running averages and decompositions on `rank`."""
+        """Return the bytes of running averages and decompositions on `rank`, and of the rows of the last refresh."""
         return self._held[rank % self.columns]
+
+    @property
+    def most_held(self) -> int:
+        """The bytes on the rank that holds most."""
+        return max(self._held)
 
     @cached_property
     def _held(self) -> list[int]:
-        """The bytes of running averages and decompositions on each rank of a column."""
+        """The bytes of running averages, decompositions and rows on each rank of a row of the grid."""
         held = [
             sum(self.layers[key].averages for key, assignment in self.assignments.items() if assignment.sums == "all")
         ] * self.columns
         for key, assignment in self.assignments.items():
-            received = 0 if assignment.sums == "all" else self.layers[key].averages
-            held[self.column_of(key)] += received + self.layers[key].held
+            layer, column = self.layers[key], self.column_of(key)
+            held[column] += layer.held + (0 if assignment.sums == "all" else layer.averages)
+            if layer.rows is not None and key in self.rows:
+                held[column] += layer.rows.held(self.rows[key])
         return held
+
+    def check_memory(self) -> None:
+        """Check that no rank holds more than `Placement.memory`.
+
+        Raises:
+            ValueError: if one does.
+        """
+        limit, rows = self.placement.memory, " with the rows of this batch" if self.rows else ""
+        fits = limit is None or self.most_held <= limit
+        require(fits, "memory", limit, f"at least {self.most_held} bytes, which '{self.placement}' holds{rows}")
 
     def refresh_work(self, rank: int) -> float:
         """Return the work of an inverse refresh on `rank`, in the unit of `weights`."""

@@ -46,7 +46,8 @@ def check_agreement(parts: Parts, damping: float) -> None:
     if any(plan != found[0][0] for plan, _ in found):
         raise NatgradError(
             "the ranks have made different plans: their models or curvatures differ, or the options of "
-            "natgrad.Placement (costs, speeds, link and memory have to be the same on every rank)"
+            'natgrad.Placement (costs, speeds and memory have to be the same on every rank; set memory under "auto" '
+            "where the ranks have devices of different memory)"
         )
     _check_equal([settings for _, settings in found])
 

@@ -117,4 +117,6 @@ class Decompositions:
             step=parts.progress.step,
             wire=parts.structure.precision.wire,
         )
-        return refresh.run(parts.gathered, capture.rows, *parts.gains(count))
+        updated = refresh.run(parts.gathered, capture.rows, *parts.gains(count))
+        parts.structure.plan = refresh.plan
+        return updated

@@ -198,7 +198,6 @@ class Preconditioner:
             rank=runtime.rank,
             ranks=runtime.ranks,
             refresh=refresh,
-            reduces=reduces,
             factor=control.factor,
         )
         self.parts = parts = Parts(

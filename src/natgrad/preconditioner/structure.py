@@ -13,27 +13,16 @@ from torch import nn
 
 from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import computed_for, declarations, gathered, replayed_statistics, statistics_of, summed
-from natgrad.distributed import (
-    Assignment,
-    LayerDemand,
-    Link,
-    Placement,
-    Plan,
-    RefreshIntervals,
-    RowDemand,
-    make_plan,
-    narrower,
-)
+from natgrad.distributed import CORE_SPEED, Assignment, LayerDemand, Placement, Plan, RowDemand, make_plan, narrower
 from natgrad.distributed.fsdp import reshard, shares
 from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Layer, Slot
-from natgrad.linalg.device import on_host
+from natgrad.linalg.device import memory_of, on_host
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.preconditioner.compatibility import check_combinations
 from natgrad.preconditioner.coverage import cover
 from natgrad.preconditioner.refresh.decisions import DecisionState, check_use
 from natgrad.refresh import RefreshRule
-from natgrad.specs import TensorSpec
 from natgrad.state import state as states
 from natgrad.state.block_group import BlockGroup, RankRole
 from natgrad.state.tensors import packed_shape, spec_dtype
@@ -63,13 +52,12 @@ class Structure:
         rank: int,
         ranks: int,
         refresh: RefreshRule | None = None,
-        reduces: bool = False,
         factor: Callable[[Layer], float] = lambda _: 1.0,
     ) -> None:
         """Cover the layers of `root`, with a `factor` of γ for each; no tensor is made."""
         self.root, self._curvature, self.precision = root, curvature, precision
         self._placement, self._rank, self._ranks = placement, rank, ranks
-        self._refresh, self._reduces, self._factor = refresh, reduces, factor
+        self._refresh, self._factor = refresh, factor
         self._sharded = reshard(root.modules())
         self._assignments: dict[str, Assignment] = {}
         self._build()
@@ -109,30 +97,35 @@ class Structure:
 
     def _planned(self) -> Plan[str]:
         works = {layer.key: demand_of(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
-        intervals = None
-        asks = self._placement.name == "auto" or self._placement.positions is not None
-        if asks and self._ranks > 1 and self._refresh is not None:
-            intervals = RefreshIntervals(**self._refresh.intervals(0), reduces=self._reduces)
         # Layers that remain keep their workers, because other ranks may not have their curvature, and "auto" chooses
         # once. It chooses comm-opt for curvatures that read computed tensors or gather rows, and for rules with a cap.
-        placement = self._placement
+        placement, factor_refreshes = self._placement, 10.0
+        if placement.positions is not None and self._refresh is not None:
+            intervals = self._refresh.intervals(0)
+            factor_refreshes = intervals["inverses"] / intervals["factors"]
         needs_comm_opt = any(
             computed_for(own) or gathered(own)
             for own in (statistics_of(curvature, layer) for layer, curvature in self.coverage.layers)
         )
         needs_comm_opt = needs_comm_opt or (self._refresh is not None and self._refresh.share is not None)
-        if placement.name == "auto" and (
-            needs_comm_opt or (placement.link == Link() and _is_accelerated(self.coverage.layers))
-        ):
-            placement = replace(placement, name="comm-opt")  # the modelled costs are those of a processor core
-        plan = make_plan(placement, works, self._ranks, self._assignments, intervals)
+        if placement.name == "auto" and needs_comm_opt:
+            placement = replace(placement, name="comm-opt")
+        plan = make_plan(
+            placement,
+            works,
+            self._ranks,
+            self._assignments,
+            factor_refreshes=factor_refreshes,
+            share=_memory_share(self.coverage.layers, self._ranks),
+        )
         self._placement = plan.placement
         return plan
 
     def rebuild(self) -> None:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state."""
-        known = states.blocks(self.groups)
+        known, rows = states.blocks(self.groups), self.plan.rows
         self._build()
+        self.plan = replace(self.plan, rows={key: count for key, count in rows.items() if key in self.plan.layers})
         states.restore(states.fitting(known, self.groups), self.groups)
 
     def ahead(self) -> Structure:
@@ -202,66 +195,70 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
     linked = any(spec.source == "both" for spec in rows)
     replayed = replayed_statistics(statistics)
     written = [spec for task in tasks for spec in task.writes]
-    kept = [*written, *state]
+    batch_sized = [spec for spec in (*rows, *written) if spec.sized_by_batch]
+    kept = [spec for spec in (*written, *state) if not spec.sized_by_batch]
     parameter = layer.slots[0].parameter
     factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
     shards, replicated = shares(layer)
+
+    def held_rows(count: int) -> int:
+        numbers = 2 * at_least_float32(held).itemsize  # of samples, and the damping
+        return n * (numbers + sum(spec.sized(count).numel * spec_dtype(spec, held).itemsize for spec in batch_sized))
+
     return LayerDemand(
         parts={task.name: task.cost * n for task in tasks},
         replayed=n * sum(spec.numel for spec in statistics if spec.name in replayed),
         on_every_worker=frozenset(task.name for task in tasks if task.on_every_worker),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
-        rows=RowDemand(width=n * sum(sizes), share=curvature.rows_per_rank, linked=linked) if rows else None,
+        rows=RowDemand(width=n * sum(sizes), share=curvature.rows_per_rank, held=held_rows, linked=linked)
+        if rows
+        else None,
         gradients=n * prod(sizes),
         shards=shards,
         replicated=replicated,
         blocks=n,
-        solve=n * prod(sizes) * sum(_products(spec) for spec in written),
         averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),
         held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in kept),
-        itemsize=at_least_float32(held).itemsize,
         wire=narrower(precision.wire, at_least_float32(factors)).itemsize,
         alone=layer.form != "one-hot",
     )
 
 
-def _products(spec: TensorSpec) -> float:
-    """Return the multiply-adds per gradient element of preconditioning with one result.
+def _memory_share(layers: Sequence[tuple[Layer, Curvature]], ranks: int) -> int | None:
+    """Return the bytes that the curvature of a rank may take under "auto" unless the user sets them.
 
-    One product with a symmetric matrix (an inverse), two with another one (into a basis and back).
+    A quarter of the memory of its device; on the host a quarter of the machine's memory, which all ranks may share.
     """
-    square = len(spec.shape) > 1 and spec.shape[-1] == spec.shape[-2]
-    return float(spec.shape[-1] * (1 if spec.symmetric else 2)) if square else 1.0
-
-
-def _is_accelerated(layers: Sequence[tuple[Layer, Curvature]]) -> bool:
-    return any(not on_host(slot.parameter) for layer, _ in layers for slot in layer.slots)
+    if not layers:
+        return None
+    device = layers[0][0].slots[0].parameter.device
+    memory = memory_of(device)
+    return None if memory is None else memory // (4 * ranks if on_host(device) else 4)
 
 
 def refresh_seconds(plan: Plan[str]) -> float:
-    """Return the estimated seconds of one refresh's decompositions on the busiest rank.
+    """Return the estimated seconds of one refresh's decompositions on the busiest rank, for one processor core.
 
-    The estimate is for one processor core with ``plan.placement.link.speed`` multiply-adds per second. It ignores
-    threads, because eigendecompositions are largely bound by memory.
+    The estimate ignores threads, because eigendecompositions are largely bound by memory.
     """
-    speeds = plan.placement.speeds or (1.0,) * plan.ranks
+    speeds = plan.placement.speed_of(plan.ranks)
     # The plan's weights are multiply-adds, or measurements of the user in any unit.
     unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
-    return plan.placement.link.work(max(plan.refresh_work(rank) / speeds[rank] for rank in range(plan.ranks)) * unit)
+    return max(plan.refresh_work(rank) / speeds[rank] for rank in range(plan.ranks)) * unit / CORE_SPEED
 
 
 def warn_of_slow_refresh(plan: Plan[str], layers: Sequence[tuple[Layer, Curvature]]) -> None:
     """Warn, equally on all ranks, if one refresh takes longer than 10 seconds by the plan's own estimate.
 
-    On an accelerator there is no warning unless the user has given a `Link`: the usual one is a processor core's.
+    On an accelerator, whose speed is unknown, there is no warning.
     """
-    if _is_accelerated(layers) and plan.placement.link == Link():
+    if any(not on_host(slot.parameter) for layer, _ in layers for slot in layer.slots):
         return
     seconds = refresh_seconds(plan)
     if seconds <= _SLOW_SECONDS:
         return
-    costs = {layer.key: plan.placement.link.work(plan.layers[layer.key].cost) for layer, _ in layers}
+    costs = {layer.key: plan.layers[layer.key].cost / CORE_SPEED for layer, _ in layers}
     slowest = sorted(layers, key=lambda own: -costs[own[0].key])[:_SHOWN_LAYERS]
     named = "; ".join(
         f"{layer.name}, factors of {layer.inputs} and {layer.outputs} columns: {costs[layer.key]:.1f} s"

@@ -120,7 +120,7 @@ class RefreshRule:
         return 10.0
 
     def intervals(self, step: int) -> dict[str, float]:
-        """Return the mean intervals "factors" and "inverses" after `step` completed steps, for placement "auto".
+        """Return the mean intervals "factors" and "inverses" after `step` completed steps, for the balance of "dp".
 
         Raises:
             ValueError: if a schedule returns something that is not an interval.

@@ -6,7 +6,7 @@ M (`natgrad.curvature.rows`) is the inverse that preconditioning with gathered r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -42,6 +42,7 @@ class RowBatch:
         owner: The rank that computes M. None: this one.
         samples: The samples of all ranks.
         share: The number of rows that each rank selects.
+        rows: The number of rows that a worker receives or uses, r.
         selection: The rows that this rank selected; on a worker after `_gather` those of all P ranks, with Y
             ``[n, P, share, share]`` if the curvature has one.
         finite: The blocks whose rows are finite ``[n]`` (bool).
@@ -54,6 +55,7 @@ class RowBatch:
     owner: int | None
     samples: float
     share: int
+    rows: int
     selection: kernel.Selection
     finite: Tensor
     M: Tensor
@@ -65,12 +67,12 @@ class RowBatch:
         return [block for member in self.members for block in range(member.start, member.stop)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RowRefresh:
     """The refresh of gathered rows in one step.
 
     Attributes:
-        plan: The workers and owners.
+        plan: The workers and owners; after `run` with the number of rows.
         runtime: The ranks.
         epochs: The epochs so far, on which the selection may depend.
         failure_counters: Counts failures.
@@ -100,9 +102,13 @@ class RowRefresh:
 
         Returns:
             Whether any block of this rank's layers was refreshed.
+
+        Raises:
+            ValueError: on all ranks, if one would hold more than `Placement.memory` with these rows.
         """
         gathers = rows.origin.pools_ranks and self.runtime.ranks > 1
         batches = self._batches([group for group in groups if group.role.accumulates], rows, shares, gathers=gathers)
+        self._count_rows(batches, gathers=gathers)
         if not batches:
             return False
         for batch in batches:
@@ -152,9 +158,22 @@ class RowRefresh:
             if not similar or (len(similar[-1].members) + 1) * layer_bytes > _BATCH:
                 nothing = torch.empty(0, device="cpu")
                 selection = kernel.Selection(nothing, nothing, None, nothing)
-                similar.append(RowBatch(group, [], owner, samples, share, selection, nothing, nothing, []))
+                similar.append(RowBatch(group, [], owner, samples, share, selected, selection, nothing, nothing, []))
             similar[-1].members.append(member)
         return [batch for similar in batches.values() for batch in similar]
+
+    def _count_rows(self, batches: Sequence[RowBatch], *, gathers: bool) -> None:
+        """Write the number of rows of each layer into the plan, and check `Placement.memory`."""
+        counts: dict[str, int] = {}
+        for batch in batches:
+            # The layers of a group are padded to equally many rows.
+            for member in batch.group.members:
+                counts[member.layer.key] = max(counts.get(member.layer.key, 0), batch.rows)
+        if self.plan.placement.memory is not None and self.runtime.ranks > 1 and not gathers:
+            # Under "dp" a rank counts the rows of its own layers, and the ranks have to decide alike.
+            counts = {key: n for found in self.runtime.all_gather_objects(counts) for key, n in found.items()}
+        self.plan = replace(self.plan, rows={**self.plan.rows, **counts})
+        self.plan.check_memory()
 
     def _select(self, batch: RowBatch, rows: RowBuffer, shares: Shares, gain: float | Tensor) -> None:
         """Select rows of this rank, or of each rank that this process simulates."""
