@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import natgrad
 from natgrad.distributed import WireFormat
 from natgrad.linalg import damped_inverse
-from natgrad.linalg.narrow import power_of_two, round_stochastically
+from natgrad.linalg.precision import power_of_two
 from natgrad.specs import TensorSpec
 from natgrad.state.tensors import StateTensors
 from tests import device
@@ -122,8 +122,7 @@ def test_what_rounding_leaves_indefinite_is_inverted_all_the_same():
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(500, 16, generator=generator) @ torch.randn(16, 300, generator=generator)
     factor = (rows.relu().T @ rows.relu() / 500)[None]
-    kept = round_stochastically(factor, BF16, device.generator(0)).float()
-    kept = kept.tril() + kept.tril(-1).mT
+    kept = factor.to(BF16).float()
     values, vectors = torch.linalg.eigh(kept[0].double())
     damping = torch.tensor([1e-3 * float(factor[0].diagonal().mean())])
     assert values[0] < -damping[0]
@@ -146,35 +145,6 @@ def test_narrow_factors_take_half_the_memory(dtype):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_running_averages_do_not_stall(dtype):
-    """To the nearest, with a decay of 0.999, bfloat16 would stay at a third of what it averages."""
-    spec = TensorSpec("A", (40, 40))
-    kept = StateTensors([spec], 1, dtype)
-    fresh = torch.rand(1, 40, 40, generator=torch.Generator().manual_seed(0)) + 0.5
-    weight = 0.0
-    for step in range(3000):
-        average = kept.read("A", slice(None)).to(FP32)
-        average.mul_(0.999).add_(fresh, alpha=0.001)
-        weight = 0.999 * weight + 0.001
-        kept.write("A", slice(None), average, torch.Generator().manual_seed(step))
-    ratio = kept.read("A", slice(None)).float() / weight / fresh
-    assert abs(float(ratio.mean()) - 1) < 2e-3
-    assert float(ratio.std()) < 0.05
-
-
-def test_stochastic_rounding():
-    values = torch.tensor([1 + 2**-9, -(1 + 3 * 2**-9), 2**-10, 0.0, 3.0])
-    for dtype, step in ((BF16, 2**-7), (FP16, 2**-10)):
-        draws = torch.stack(
-            [round_stochastically(values, dtype, device.generator(seed)).float() for seed in range(2000)]
-        )
-        assert torch.allclose(draws.mean(0), values, atol=step / 10)
-        assert (draws - values).abs().max() < step
-        assert torch.equal(draws[:, 2:], values[2:].expand(2000, 3))  # what is exact stays
-
-
-@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16, FP16])
 @pytest.mark.parametrize("size", [1e-25, 1e-10, 1.0, 1e10, 1e25])
 def test_what_is_kept_comes_back(dtype, size):
@@ -190,7 +160,7 @@ def test_what_is_kept_comes_back(dtype, size):
         assert not kept.read(name, torch.tensor([0])).any()
     again = StateTensors(specs, 3, dtype)
     for name in kept:
-        again.write(name, slice(None), kept.read(name, slice(None)), torch.Generator().manual_seed(0))
+        again.write(name, slice(None), kept.read(name, slice(None)))
         assert torch.equal(again.read(name, slice(None)), kept.read(name, slice(None)))
 
 
@@ -201,8 +171,8 @@ def test_what_is_kept_comes_back(dtype, size):
 def test_messages(dtype, wire):
     layout = WireFormat(wide=3, narrow=1300, dtype=dtype, wire=wire)
     wide = torch.rand(2, 3, dtype=dtype) * 1e30
-    # Neighbours in a message may differ by any factor: those of a group of 512 share a scale.
-    sizes = torch.tensor([1e-25] * 512 + [1e25] * 512 + [1.0] * 276, dtype=dtype)
+    # The rows of a message may differ by any factor: each has a scale.
+    sizes = torch.tensor([[1e-25], [1e25]], dtype=dtype)
     values = torch.randn(2, 1300, dtype=dtype) * sizes
     message = layout.empty(2, torch.device(device.name()))
     layout.write(message, wide, [values[:, :700], values[:, 700:]])
@@ -210,7 +180,7 @@ def test_messages(dtype, wire):
     assert torch.equal(arrived, wide)
     error = ((numbers - values).abs() / sizes).max()
     assert error <= (0 if wire == dtype else {FP32: 1e-6, BF16: 2e-2, FP16: 2e-3}[wire])
-    expected = 3 * dtype.itemsize + 1300 * wire.itemsize + (12 if wire == FP16 else 0)
+    expected = 3 * dtype.itemsize + 1300 * wire.itemsize + (4 if wire == FP16 else 0)
     assert 0 <= layout.size - expected < 8
 
 

@@ -12,22 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from natgrad.linalg.narrow import power_of_two
+from natgrad.linalg.precision import power_of_two
 
-_GROUP = 512
-"""The number of elements that share a scale."""
+# Float16 values are scaled below 2¹⁵, so that rounding up cannot overflow.
 _TOP = 15
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """The format of a row: `wide` numbers of `dtype`, the scales of float16 values, then `narrow` numbers of `wire`.
+    """The format of a row: `wide` numbers of `dtype`, the scale of float16 values, then `narrow` numbers of `wire`.
 
     Attributes:
         wide: The number of elements that are sent in `dtype`.
         narrow: The number of elements that are sent in `wire`.
         dtype: The dtype of all numbers before and after.
-        wire: The dtype of narrow numbers. In float16, each group of 512 is divided by a power of two.
+        wire: The dtype of narrow numbers. In float16, those of a row are divided by a power of two.
     """
 
     wide: int
@@ -58,21 +57,19 @@ class WireFormat:
         """Fill a message ``[R, size]`` with `wide` ``[R, wide]`` and `narrow` ``[R, n]``, joined to ``[R, narrow]``."""
         self._wide(message).copy_(wide)
         codes = self._codes(message)
-        if self._groups:
+        if self._scaled:
             joined = torch.cat(list(narrow), 1)
-            grouped = pad(joined, (0, self._groups * _GROUP - self.narrow)).unflatten(1, (self._groups, _GROUP))
-            scales = power_of_two(grouped, _TOP)
-            self._scales(message).copy_(scales)
-            codes.copy_((grouped / scales[..., None]).flatten(1)[:, : self.narrow])
+            scale = power_of_two(joined, _TOP)[:, None]
+            self._scale(message).copy_(scale)
+            codes.copy_(joined / scale)
         elif narrow:  # a message may have wide numbers only
             torch._foreach_copy_(codes.split([piece.shape[1] for piece in narrow], 1), list(narrow))
 
     def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``[R, wide]`` and ``[R, narrow]`` of a message, in `dtype`; views of it if `wire` is `dtype`."""
         codes = self._codes(message).to(self.dtype)
-        if self._groups:
-            scales = self._scales(message).to(self.dtype).repeat_interleave(_GROUP, 1)
-            codes *= scales[:, : self.narrow]
+        if self._scaled:
+            codes *= self._scale(message).to(self.dtype)
         return self._wide(message), codes
 
     def resized(self, *, values: int, counters: int) -> WireFormat:
@@ -80,17 +77,17 @@ class WireFormat:
         return replace(self, wide=counters, narrow=values)
 
     @property
-    def _groups(self) -> int:
-        return -(-self.narrow // _GROUP) if self.wire == torch.float16 else 0
+    def _scaled(self) -> bool:
+        return self.wire == torch.float16 and self.narrow > 0
 
     @property
     def _offset(self) -> int:
-        return self.wide * self.dtype.itemsize + self._groups * 4
+        return self.wide * self.dtype.itemsize + 4 * self._scaled
 
     def _wide(self, message: Tensor) -> Tensor:
         return message[:, : self.wide * self.dtype.itemsize].view(self.dtype)
 
-    def _scales(self, message: Tensor) -> Tensor:
+    def _scale(self, message: Tensor) -> Tensor:
         return message[:, self.wide * self.dtype.itemsize : self._offset].view(torch.float32)
 
     def _codes(self, message: Tensor) -> Tensor:

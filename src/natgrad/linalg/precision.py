@@ -18,12 +18,11 @@ class Precision:
 
     Sums over samples and ranks, and Cholesky and eigendecompositions, always use at least float32. Vectors
     (eigenvalues, diagonal factors, counts) are always stored and sent in at least float32. Matrices in float16 have a
-    scale, a power of two (one per block when stored, one per 512 elements when sent), so that 1e-10 and 1e+10 are in
-    range.
+    scale, a power of two: one per block when stored, so that 1e-10 and 1e+10 are in range, and one per message when
+    sent. Values are rounded to the nearest.
 
     Attributes:
-        factors: Dtype of running averages. Rounding to a narrow dtype is stochastic. None: that of the parameter, at
-            least float32.
+        factors: Dtype of running averages. None: that of the parameter, at least float32.
         wire: Dtype in which factor sums and decompositions are sent. None: that in which they are computed and stored.
         solve: Dtype of decompositions, and of products with them: bfloat16 products are summed in float32, float16
             matrices are multiplied in float32. None: that of the parameter, at least float32, or of `factors` if wider.
@@ -55,3 +54,19 @@ class Precision:
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return `dtype`, or float32 if that is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def power_of_two(groups: torch.Tensor, top: int) -> torch.Tensor:
+    """Return for each row the power of two that, as a divisor, brings its largest finite magnitude below 2^top.
+
+    Args:
+        groups: ``[..., m]``; a row without nonzero finite numbers gives 1.
+        top: The exponent.
+
+    Returns:
+        ``[...]``, within 2^±100.
+    """
+    groups = groups.to(at_least_float32(groups.dtype))
+    largest = groups.abs().nan_to_num_(0, 0, 0).amax(-1).clamp_(2.0 ** (top - 100), 2.0 ** (top + 100))
+    mantissa, _ = torch.frexp(largest)
+    return largest / mantissa * 2.0**-top  # exactly a power of two

@@ -85,7 +85,7 @@ class Statistics:
             if "gradients" in sides:
                 parts.inspection.look(parts.groups, sums, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):
-            updated = fold(sums, parts.failure_counters, parts.progress.step)
+            updated = fold(sums, parts.failure_counters)
             # The host waits for the result only before the first update: a checkpoint loader may step before any
             # forward pass, and the first batch may not be finite.
             first = parts.progress.last_factors is None

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import triangle
-from natgrad.linalg.narrow import power_of_two, round_stochastically
-from natgrad.linalg.precision import at_least_float32
+from natgrad.linalg.precision import at_least_float32, power_of_two
 from natgrad.specs import TensorSpec
 
 # Float16 values are scaled below 2¹⁴, so that rounding up cannot overflow.
@@ -55,20 +54,13 @@ class StateTensors(dict[str, Tensor]):
             return values
         return values.float().mul_(along(self._scales[name][blocks], values.ndim - 1))
 
-    def write(
-        self, name: str, blocks: slice | Tensor, values: Tensor, generator: torch.Generator | None = None
-    ) -> None:
-        """Write finite values ``[n, *shape]`` into some blocks of a tensor, packed if the tensor is in `packed`.
-
-        With a `generator`, rounding to a narrow dtype is stochastic, otherwise to nearest.
-        """
+    def write(self, name: str, blocks: slice | Tensor, values: Tensor) -> None:
+        """Write finite values ``[n, *shape]`` into some blocks of a tensor, packed if the tensor is in `packed`."""
         target = self[name]
         if name in self._scales:
             scale = power_of_two(values.flatten(1), _TOP).float()
             self._scales[name][blocks] = scale
             values = values / along(scale, values.ndim - 1)
-        if generator is not None and self.narrow(name):
-            values = round_stochastically(values, target.dtype, generator)
         target[blocks] = values.to(target.dtype)
 
     def whole(self, name: str, blocks: slice) -> Tensor:

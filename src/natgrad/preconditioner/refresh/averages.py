@@ -10,7 +10,7 @@ from natgrad.preconditioner.guard.guard import BlockFailures, FailureCounters
 from natgrad.state.tensors import along, diagonals
 
 
-def fold(sums: StatisticsBuffer, failure_counters: FailureCounters, seed: int) -> Tensor | None:
+def fold(sums: StatisticsBuffer, failure_counters: FailureCounters) -> Tensor | None:
     """Update the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
     Blocks without samples, with non-finite sums and with outliers (`Curvature.largest_growth`) stay unchanged. So do
@@ -19,7 +19,6 @@ def fold(sums: StatisticsBuffer, failure_counters: FailureCounters, seed: int) -
     Args:
         sums: The sums over all ranks.
         failure_counters: Counts blocks with non-finite sums and with outliers.
-        seed: Seed of the stochastic rounding to narrow dtypes: equal on all ranks, different in each step.
 
     Returns:
         Whether any block was updated (device bool). None if there are no blocks.
@@ -35,7 +34,7 @@ def fold(sums: StatisticsBuffer, failure_counters: FailureCounters, seed: int) -
         outlier = _outlier(piece, fine)
         fine = fine & ~outlier
         group.record_update(blocks, fine)
-        _average(piece, fine, sums.basis_version[id(group)], seed)
+        _average(piece, fine, sums.basis_version[id(group)])
         _correct(piece, fine)
         group.failures.record_statistics(blocks, fine, counts & ~finite)
         failures.append(BlockFailures(group, blocks, (seen & ~finite) | outlier))
@@ -69,7 +68,7 @@ def _outlier(piece: BlockSums, fine: Tensor) -> Tensor:
     return group.failures.leave_out(blocks, fine & large)
 
 
-def _average(piece: BlockSums, fine: Tensor, basis_version: list[int], seed: int) -> None:
+def _average(piece: BlockSums, fine: Tensor, basis_version: list[int]) -> None:
     """Update the averages of the blocks that are `fine`; `basis_version` is the version at which the sums began."""
     group, blocks = piece.group, piece.blocks
     decay, restarted = group.curvature.factor_decay, group.restarted_since(basis_version, blocks)
@@ -87,8 +86,7 @@ def _average(piece: BlockSums, fine: Tensor, basis_version: list[int], seed: int
         kept = torch.full_like(share, old_share).masked_fill_(~fine, 1)
         average.mul_(along(kept, dims)).addcmul_(fresh, along(share, dims))
         if group.averages.narrow(spec.name):
-            generator = torch.Generator(average.device).manual_seed(seed)
-            group.averages.write(spec.name, blocks, average, generator)
+            group.averages.write(spec.name, blocks, average)
 
 
 def _correct(piece: BlockSums, fine: Tensor) -> None:

@@ -65,7 +65,7 @@ class BackgroundRefresh:
     def __init__(self) -> None:
         """Start with nothing in progress. The thread starts with the first refresh."""
         self.seconds = 0.0
-        self._departed: tuple[StatisticsBuffer, int] | None = None
+        self._departed: StatisticsBuffer | None = None
         self._refresh: _Refresh | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -86,7 +86,7 @@ class BackgroundRefresh:
         if not inspection.looked:  # once
             sums.wait()
             inspection.look(groups, sums, runtime)
-        self._departed = sums.split_off(), progress.step
+        self._departed = sums.split_off()
         if groups:
             progress.record_factors()  # nothing reads the averages before they are updated
 
@@ -95,10 +95,10 @@ class BackgroundRefresh:
 
         With `alone` nothing is sent: sums in a narrow dtype, which need a second message, are left as they are.
         """
-        if self._departed is None or (alone and not self._departed[0].completes_locally):
+        if self._departed is None or (alone and not self._departed.completes_locally):
             return
-        (departed, step), self._departed = self._departed, None
-        fold(departed, failure_counters, step)
+        departed, self._departed = self._departed, None
+        fold(departed, failure_counters)
 
     # --- Refreshes ----------------------------------------------------------------------------------------------
 
