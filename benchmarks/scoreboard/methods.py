@@ -171,10 +171,6 @@ def ekfac(task: BoardTask, model: nn.Module, rate: float, damping: float) -> Ste
     return preconditioned(task, model, rate, natgrad.EKFAC(), 0.9, damping)
 
 
-def autopilot(task: BoardTask, model: nn.Module, rate: float, momentum: float) -> Stepper:
-    return preconditioned(task, model, rate, natgrad.KFAC(form="inverse"), momentum, natgrad.Autopilot())
-
-
 MOMENTA = (0.9, 0.95)
 SECOND_MOMENTS = (0.95, 0.999)  # of AdamW, which a beta1 of .95 always hurt on three tasks at N steps
 DAMPINGS = (1e-3, 1e-1)  # those of natgrad's tuned tasks
@@ -200,7 +196,4 @@ METHODS = {
     ),
     "kfac": Method(title="K-FAC", kind="ours", rate=0.1, second="damping", values=DAMPINGS, build=kfac),
     "ekfac": Method(title="EKFAC", kind="ours", rate=0.1, second="damping", values=DAMPINGS, build=ekfac),
-    "autopilot": Method(
-        title="K-FAC, Autopilot", kind="ours", rate=0.1, second="momentum", values=MOMENTA, build=autopilot
-    ),
 }

@@ -133,5 +133,5 @@ def import_all() -> None:
     import natgrad  # noqa: PLC0415
 
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    for name in ("NaturalMuon", "KFAC", "EKFAC", "Autopilot"):
+    for name in ("NaturalMuon", "KFAC", "EKFAC"):
         getattr(natgrad, name)

@@ -14,7 +14,6 @@ __version__ = "0.1.0"
 # Modules that need torch are imported at first access (PEP 562), so that `natgrad --help` is fast. A new public name
 # needs an entry here and an import below for type checkers.
 _HOMES = {
-    "Autopilot": "natgrad.damping",
     "HierarchicalSGD": "natgrad.averaging",
     "PostLocalSGD": "natgrad.averaging",
     "StreamingDiLoCo": "natgrad.averaging",
@@ -68,7 +67,6 @@ _HOMES = {
     "register_refresh": "natgrad.refresh",
     "Schedule": "natgrad.schedule",
     "Spectral": "natgrad.curvature",
-    "TrustRegion": "natgrad.damping",
     "UnitWise": "natgrad.curvature",
     "averaging": "natgrad",
     "damping": "natgrad",
@@ -79,6 +77,9 @@ _HOMES = {
 # Names that earlier versions had, and what to use in their place.
 _REMOVED: dict[str, str] = {
     "Link": 'placement="auto" chooses by the memory of a rank: natgrad.Placement(memory=...)',
+    "Autopilot": "pass a number or a schedule as damping",
+    "LevenbergMarquardt": "pass a number or a schedule as damping",
+    "TrustRegion": "pass a number as kl_clip",
 }
 
 if TYPE_CHECKING:
@@ -105,8 +106,6 @@ if TYPE_CHECKING:
     from natgrad.curvature.likelihood import Categorical as Categorical
     from natgrad.curvature.likelihood import Gaussian as Gaussian
     from natgrad.curvature.likelihood import Likelihood as Likelihood
-    from natgrad.damping import Autopilot as Autopilot
-    from natgrad.damping import TrustRegion as TrustRegion
     from natgrad.distributed import Placement as Placement
     from natgrad.distributed import PlacementRule as PlacementRule
     from natgrad.distributed import Plan as Plan

@@ -110,7 +110,7 @@ def natural(damping, curvature, steps=3, **options):
     return found, preconditioner
 
 
-@pytest.mark.parametrize("damping", [natgrad.Autopilot, "auto", -1.0])
+@pytest.mark.parametrize("damping", [ByKind, "auto", -1.0])
 def test_what_is_no_damping_is_told_where_there_are_some(damping):
     with pytest.raises(ValueError, match=r"one of natgrad\.damping, or a callable of the step"):
         natgrad.Preconditioner(nn.Linear(2, 2), damping=damping)

@@ -212,3 +212,12 @@ def test_a_preconditioner_leaves_nothing_behind_when_it_is_gone():
     plain.load_state_dict(run.model.state_dict())
     plain(x).sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(run.model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_state_of_an_earlier_version_holds_the_rule_of_its_damping():
+    state = Run().train(range(3)).preconditioner.state_dict()
+    other = Run()
+    with pytest.raises(ValueError, match=r"state\['damping'\]\['rule'\]='Autopilot'"):
+        other.preconditioner.load_state_dict({**state, "damping": {"rule": "Autopilot", "gamma": 0.1, "known": 1}})
+    other.preconditioner.load_state_dict({**state, "damping": {"rule": "function"}})
+    assert other.preconditioner.metrics()["step"] == 3

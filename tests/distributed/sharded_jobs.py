@@ -130,7 +130,7 @@ class Case:
     optimizer: str = "SGD"
     joined: bool = False
     evaluate: bool = False
-    kl_clip: float | natgrad.TrustRegion | None = 1e-3
+    kl_clip: float | None = 1e-3
     lr: float = 0.1
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()

@@ -44,7 +44,6 @@ DIFFERENT = {
     "curvature": {"curvature": natgrad.KFAC(form="inverse")},
     "dtypes": {},
     "damping": {"damping": lambda step: 0.2},
-    "rule": {"damping": natgrad.Autopilot()},
     "kl_clip": {"kl_clip": None},
     "reduction": {"reduction": "sum"},
     "gradients": {"gradients": "averaged"},

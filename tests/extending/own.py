@@ -132,7 +132,7 @@ class Whitening(natgrad.Curvature):
 class DiagonalFisher(natgrad.Curvature):
     """``W / (F + γ)`` with F the mean squares of per-sample gradients, as they are at each step: there is no task."""
 
-    diagonal_reads = fisher_product_reads = ("F",)
+    diagonal_reads = ("F",)
 
     def statistics(self, d_out: int, d_in: int) -> tuple[natgrad.Statistic, ...]:
         F = natgrad.Statistic("F", (d_out, d_in), gradient_power=2, used_by_precondition=True)
@@ -168,11 +168,6 @@ class DiagonalFisher(natgrad.Curvature):
 
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
         return averages["F"]
-
-    def fisher_product(
-        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
-    ) -> Tensor:
-        return averages["F"] * direction
 
 
 class Signs(natgrad.Curvature):

@@ -194,13 +194,6 @@ def test_norm_layers_beside_it_are_covered():
     assert "Whitening" in rows["0.weight"].curvature
 
 
-def test_what_it_does_not_offer_is_refused_by_name():
-    model = Network().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="one with fisher_product"):
-        natgrad.Preconditioner(model, Whitening(), optimizer=optimizer, kl_clip=natgrad.TrustRegion(0.1))
-
-
 @pytest.mark.parametrize(
     ("statistics", "tasks", "match"),
     [

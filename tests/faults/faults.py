@@ -385,7 +385,7 @@ _add(
     ("state.failures:FailureState.state", "seen + _ABOVE * outliers", "seen"),
 )
 
-# --- When: intervals, rules, adaptive damping, checkpoints --------------------------------------------------------
+# --- When: intervals, rules, checkpoints --------------------------------------------------------
 
 _add(
     "refresh_off_by_one",
@@ -398,18 +398,6 @@ _add(
     "The drift rule decomposes what has moved little and keeps what has moved far.",
     "refresh/test_rules.py::test_drift_and_basis_go_by_what_is_measured",
     ("refresh.criteria:DriftRule.verdict", "change >= self.threshold", "change < self.threshold"),
-)
-_add(
-    "reduction_ratio",
-    "Levenberg-Marquardt raises the damping where the quadratic model predicts well and lowers it where not.",
-    "damping/test_levenberg_marquardt.py::test_gamma_follows_the_ratio",
-    ("damping.levenberg_marquardt:_Search.learn", "decay**self._options.interval", "decay**-self._options.interval"),
-)
-_add(
-    "autopilot_quartile",
-    "The default damping goes by the upper quartile of the layers' mean eigenvalues, not the lower.",
-    "damping/test_autopilot.py::test_it_goes_by_the_lower_quartile_of_the_mean_eigenvalues",
-    ("damping.autopilot:_Sized.measure", 'method="inclusive")[0]', 'method="inclusive")[-1]'),
 )
 _add(
     "checkpoint_last_refresh",

@@ -33,11 +33,6 @@ REFRESHES = {
     "measured": lambda: natgrad.Adaptive(natgrad.TraceRule(lower=0)),
     "capped": natgrad.Capped,
 }
-DAMPINGS = {
-    "number": lambda: 1e-3,
-    "autopilot": natgrad.Autopilot,
-    "levenberg-marquardt": lambda: natgrad.damping.LevenbergMarquardt(1.0),
-}
 
 PAIRS_THAT_DO_NOT_WORK = {
     *((("curvature", "ekfac"), ("placement", name)) for name in ("mem-opt", "hybrid:0.5", "reduce-scatter")),
@@ -50,12 +45,10 @@ PAIRS_THAT_DO_NOT_WORK = {
         for name in ("sides", "stopping", "measured", "capped")
     ),
     (("curvature", "rank-one"), ("refresh", "sides")),
-    *((("curvature", name), ("damping", "autopilot")) for name in ("kbfgs", "sngd", "hylo")),
-    (("curvature", "kbfgs"), ("damping", "levenberg-marquardt")),
 }
 # What one process can do all the same, and is warned of.
 WORKS_IN_ONE_PROCESS = {pair for pair in PAIRS_THAT_DO_NOT_WORK if ("curvature", "ekfac") in pair}
-KINDS = {"curvature": CURVATURES, "placement": PLACEMENTS, "refresh": REFRESHES, "damping": DAMPINGS}
+KINDS = {"curvature": CURVATURES, "placement": PLACEMENTS, "refresh": REFRESHES}
 PAIRS = [
     tuple(sorted(((first, one), (second, other))))
     for first, second in combinations(KINDS, 2)
@@ -64,7 +57,7 @@ PAIRS = [
 ]
 
 
-def build(curvature="kfac", placement="comm-opt", refresh="fixed", damping="number"):
+def build(curvature="kfac", placement="comm-opt", refresh="fixed"):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return natgrad.Preconditioner(
@@ -73,7 +66,6 @@ def build(curvature="kfac", placement="comm-opt", refresh="fixed", damping="numb
         optimizer=optimizer,
         placement=placement,
         refresh=REFRESHES[refresh](),
-        damping=DAMPINGS[damping](),
     )
 
 

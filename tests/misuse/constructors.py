@@ -233,8 +233,6 @@ CASES = {
     "Nodes": Case(natgrad.Nodes, repr, fixed({"sizes": (1, 1)})),
     **AVERAGERS,
     "averaging.Grid": Case(averaging.Grid, lambda grid: grid.all_gather_objects(1), dict),
-    "Autopilot": Case(natgrad.Autopilot, use_damping, dict),
-    "TrustRegion": Case(natgrad.TrustRegion, lambda region: preconditioned(kl_clip=region), fixed({"radius": 0.1})),
     **{
         name: Case(kind, lambda likelihood: use_curvature(natgrad.KFAC(fisher="sampled", likelihood=likelihood)), dict)
         for name, kind in {
@@ -247,7 +245,6 @@ CASES = {
     "TensorSpec": Case(natgrad.TensorSpec, use_spec, fixed(STATISTIC)),
     "Task": Case(natgrad.Task, use_spec, fixed({"name": "t", "reads": ("s",), "writes": (TENSOR,), "cost": 1.0})),
     "damping.ByKind": Case(damping.ByKind, use_damping, fixed({"damping": 0.01})),
-    "damping.LevenbergMarquardt": Case(damping.LevenbergMarquardt, use_damping, fixed({"start": 0.1})),
     **{
         f"damping.{name}": Case(getattr(damping, name), use_damping, fixed(SWEEP))
         for name in ("Cosine", "Exponential", "Linear", "WarmUp")

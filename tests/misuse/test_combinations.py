@@ -34,9 +34,3 @@ def test_layers_without_such_a_curvature_do_not_count():
     natgrad.Preconditioner(model, {"0": natgrad.KFAC(), "2": None}, placement="mem-opt")
     with pytest.warns(natgrad.NatgradWarning, match="mem-opt"):
         natgrad.Preconditioner(model, {"0": natgrad.KFAC(), "2": natgrad.EKFAC()}, placement="mem-opt")
-
-
-def test_damping_by_the_size_of_the_fisher_does_not_go_with_one_that_is_relative_to_it():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    with pytest.raises(ValueError, match=r"the unit of the Fisher, as KFAC: .* the damping of Spectral.* is relative"):
-        natgrad.Preconditioner(model, natgrad.Spectral(), kl_clip=None, damping=natgrad.Autopilot())

@@ -127,7 +127,7 @@ def test_norm_layers_have_the_damping_of_the_curvature_beside_which_they_stand()
 def test_a_mapping_whose_curvatures_agree_has_one_damping():
     preconditioner, _ = gradients({"0": natgrad.HyLo(), "*": natgrad.SNGD()})
     assert preconditioner.metrics()["damping"] == 0.1
-    assert preconditioner.state_dict()["damping"] == {"rule": "float"}
+    assert preconditioner.parts.damping.layers == {}
 
 
 def test_explain_shows_the_damping_of_each_curvature():
@@ -135,13 +135,6 @@ def test_explain_shows_the_damping_of_each_curvature():
     note = gradients({"0": natgrad.HyLo(), "3": natgrad.KFAC()})[0].explain().note
     assert "0.1 (HyLo)" in note
     assert "0.001 (KFAC)" in note
-
-
-def test_a_state_saved_with_a_number_goes_on_with_the_default():
-    saved, _ = gradients(natgrad.HyLo(1.0), damping=0.1)
-    resumed, _ = gradients(natgrad.HyLo(1.0), steps=0)
-    resumed.load_state_dict(saved.state_dict())
-    assert resumed.state_dict()["damping"] == saved.state_dict()["damping"]
 
 
 def test_a_default_damping_that_is_no_number_is_refused():

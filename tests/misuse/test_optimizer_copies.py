@@ -47,7 +47,6 @@ OPTIONS = {
     "sampled": {"curvature": natgrad.KFAC(fisher="sampled", likelihood="categorical")},
     "patterns": {"curvature": {"0": natgrad.KFAC(), "*": None}},
     "schedule": {"damping": warm_up},
-    "autopilot": {"damping": natgrad.Autopilot()},
     "adaptive": {"refresh": natgrad.Adaptive(natgrad.DriftRule())},
     "momentum": {"inner": torch.optim.SGD},
     "without an optimizer": {"gives_optimizer": False},

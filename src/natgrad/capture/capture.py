@@ -50,7 +50,6 @@ class Capture:
         forward: The model's forward passes, as the hooks report them.
         wanted: Whether the next step needs sums. (`RowBuffer.wanted`: whether it needs rows.)
         counts_samples: Whether to count the samples of every pass, also in steps without statistics.
-        records_passes: Whether to record every forward pass for a repetition.
         captured: The layers whose statistics this rank captures.
         sums: The raw sums.
         rows: The rows of layers whose statistics are gathered.
@@ -75,7 +74,6 @@ class Capture:
         self._loss: int | None = None  # the last backward pass of the loss
         self.fills = False
         self.wanted = True
-        self.records_passes = False
         self.captured: set[str] = set()
         self._replayed: set[str] = set()  # captured layers whose curvature needs a second pass
         self._recording: Recording | None = None
@@ -111,7 +109,7 @@ class Capture:
 
     def _record(self) -> None:
         """Start to record the passes of the next step, if they will be repeated."""
-        repeats = self.records_passes or (self.wanted and self._replayed)
+        repeats = self.wanted and self._replayed
         self._recording = Recording(self._root) if repeats else None
         self.forward.on_begin = None if self._recording is None else self._recording.begin
 
@@ -123,7 +121,7 @@ class Capture:
     @property
     def idle(self) -> bool:
         """Whether there was no backward pass since the last step, and no forward pass if these are sufficient."""
-        needs_backward = self.counts_samples or self.records_passes or any(map(self._wants, self.captured))
+        needs_backward = self.counts_samples or any(map(self._wants, self.captured))
         return not (self.backwards or (self.forward.began and not needs_backward))
 
     @property
@@ -173,7 +171,7 @@ class Capture:
 
     def _observes(self, name: str) -> bool:
         """Return whether this step needs the uses of a layer, for statistics, counts or the audit."""
-        wanted = self.counts_samples or self.records_passes or self._wants(name) or self.audit.wants(name)
+        wanted = self.counts_samples or self._wants(name) or self.audit.wants(name)
         return wanted and name in self._members
 
     def _needs_sampled_labels(self, name: str) -> bool:

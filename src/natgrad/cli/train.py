@@ -94,11 +94,8 @@ def train(
         float | None, typer.Option(help="Of the time, at most, as 0.1; left out: any.", rich_help_panel=_CURVATURE)
     ] = None,
     damping: Annotated[
-        str | None,
-        typer.Option(
-            help="Added to the curvature, a number; auto: by its size; left out: the curvature's own.",
-            rich_help_panel=_CURVATURE,
-        ),
+        float | None,
+        typer.Option(help="Added to the curvature; left out: the curvature's own.", rich_help_panel=_CURVATURE),
     ] = None,
     kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
     averaging: Annotated[
@@ -200,7 +197,7 @@ def train(
             "refresh": refresh,
             "by": refresh_by,
             "share": share,
-            "damping": _number(damping),
+            "damping": damping,
             "kl_clip": kl_clip,
             "epochs": epochs,
             "steps": steps,
@@ -281,7 +278,7 @@ def _refuse_idle_options(ctx: typer.Context, options: tuple[str, ...], of: str) 
 
     idle = [name for name in _given(ctx) if name in options and ctx.params[of] == "none"]
     for name in idle:
-        require(False, name, _number(ctx.params[name]), f"given with --{of}")
+        require(False, name, ctx.params[name], f"given with --{of}")
 
 
 def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, Any]:
@@ -292,14 +289,6 @@ def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, 
     for name, value in flags.items():
         require(name not in others, name, value, "given once, not by --averaging-option too")
     return others | flags
-
-
-def _number(given: Any) -> Any:
-    """Return text that is a number as a float, and any other value unchanged."""
-    try:
-        return float(given) if isinstance(given, str) else given
-    except ValueError:
-        return given
 
 
 def _ranks(workers: int) -> int:

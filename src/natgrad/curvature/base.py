@@ -33,7 +33,7 @@ class Curvature(ABC):
     """An approximation of the Fisher block of a layer, and how it preconditions the layer's gradient.
 
     A subclass implements `statistics`, `tasks`, `accumulate`, `compute` and `precondition`. The rest has
-    defaults. A subclass that implements `fisher_product`, `diagonal`, `trace` or `off_diagonal` also names the
+    defaults. A subclass that implements `diagonal`, `trace` or `off_diagonal` also names the
     statistics that each of them reads; otherwise they are not available.
 
     Attributes:
@@ -56,7 +56,6 @@ class Curvature(ABC):
         takes_narrow: Whether `precondition` accepts computed tensors of a narrower dtype than the gradient's
             (`natgrad.Precision.solve`); otherwise they are converted to the gradient's dtype first.
         diagonal_reads: The statistics that `diagonal` reads; None: it is not available.
-        fisher_product_reads: The statistics that `fisher_product` reads besides computed tensors; None: not available.
         trace_reads: The statistics that `trace` reads; None: not available.
         off_diagonal_reads: The statistics that `off_diagonal` reads; None: no computed tensor holds eigenvectors.
     """
@@ -72,7 +71,6 @@ class Curvature(ABC):
     largest_growth: float | None = None
     takes_narrow: bool = False
     diagonal_reads: tuple[str, ...] | None = None
-    fisher_product_reads: tuple[str, ...] | None = None
     trace_reads: tuple[str, ...] | None = None
     off_diagonal_reads: tuple[str, ...] | None = None
 
@@ -244,18 +242,6 @@ class Curvature(ABC):
             after: The summary of the second pass, after the optimizer's step.
         """
         return {}
-
-    def fisher_product(
-        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
-    ) -> Tensor:
-        """Return F D ``[N, d_out, d_in]``, without damping.
-
-        Args:
-            computed: The results of all tasks, and the averages that `precondition` reads.
-            averages: The averages that `fisher_product_reads` names ``[N, *shape]``, bias-corrected.
-            direction: D ``[N, d_out, d_in]``, for example the change of the parameters in a step.
-        """
-        raise NotImplementedError
 
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
         """Return an estimate of the diagonal of the Fisher block, the fallback when decompositions fail.

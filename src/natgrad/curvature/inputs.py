@@ -25,7 +25,6 @@ class InputKFAC(Curvature):
     def __init__(self, factors: KFAC) -> None:
         """Wrap the K-FAC whose form and factor A it uses; `factors` must have no π."""
         self._factors, self.sum_positions, self.factor_decay = factors, factors.sum_positions, factors.factor_decay
-        self.fisher_product_reads = tuple(name for name in factors.fisher_product_reads or () if name == "A")
 
     def __repr__(self) -> str:
         """Show the variant."""
@@ -91,15 +90,6 @@ class InputKFAC(Curvature):
         if "vA" not in computed:
             return A.multiply(gradient, computed, "A")
         return A.rotate_back(A.rotate(gradient, computed, "A") / (computed["vA"][:, None, :] + damping), computed, "A")
-
-    @override
-    def fisher_product(
-        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
-    ) -> Tensor:
-        A = self._factors.A
-        if "vA" not in computed:
-            return A.times(direction, averages["A"])
-        return A.rotate_back(A.rotate(direction, computed, "A") * computed["vA"][:, None, :], computed, "A")
 
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
         """Return the diagonal of A, for every output."""

@@ -104,7 +104,6 @@ class KFAC(Curvature):
         self.warm = _warm(form, tolerance, iterations)
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.sum_positions = sharing == "reduce"
-        self.fisher_product_reads = () if self._decomposition == "eigen" else ("A", "G")
         self.max_factor_size, self.wide = max_factor_size, wide
         self.A: Side = Full()
         self.G: Side = Full()
@@ -244,16 +243,6 @@ class KFAC(Curvature):
         rotated = A.rotate(G.rotate(gradient.mT, computed, "G").mT, computed, "A") / self.spectrum(known).add_(damping)
         # A diagonal side may return a transpose, but the gradient of a grouped convolution must be contiguous.
         return A.rotate_back(G.rotate_back(rotated.mT, computed, "G").mT, computed, "A").contiguous()
-
-    def fisher_product(
-        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
-    ) -> Tensor:
-        """Return F D from the eigenbasis, or in the inverse forms from the current A and G."""
-        A, G = self.A, self.G
-        if self._decomposition == "inverse":
-            return A.times(G.times(direction.mT, averages["G"]).mT, averages["A"])
-        rotated = A.rotate(G.rotate(direction.mT, computed, "G").mT, computed, "A") * self.spectrum(computed)
-        return A.rotate_back(G.rotate_back(rotated.mT, computed, "G").mT, computed, "A")
 
     trace_reads = ("A", "G")
 

@@ -97,10 +97,6 @@ class Diagonal(Side):
     def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         return W * computed[f"inverse_{name}"][:, None, :]
 
-    @override
-    def times(self, W: Tensor, factor: Tensor) -> Tensor:
-        return W * factor[:, None, :]
-
 
 @dataclass(frozen=True)
 class Blocks(Side):
@@ -215,10 +211,6 @@ class Blocks(Side):
     @override
     def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         return self._times(W, computed[f"inverse_{name}"])[..., : self.size]
-
-    @override
-    def times(self, W: Tensor, factor: Tensor) -> Tensor:
-        return self._times(W, factor)[..., : self.size]
 
     def _times(self, W: Tensor, blocks: Tensor) -> Tensor:
         """Return ``W [N, r, d]`` times the block-diagonal matrix of ``blocks [N, k, l, l]``: ``[N, r, k l]``."""

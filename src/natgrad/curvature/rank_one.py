@@ -29,7 +29,6 @@ class RankOne(Curvature):
     sampled labels is zero. Norm layers use `UnitWise`.
     """
 
-    fisher_product_reads = ()
     default_damping = 0.1
     takes_narrow = True
     diagonal_reads = ("a", "g")
@@ -105,13 +104,6 @@ class RankOne(Curvature):
         damping: float,
     ) -> Tensor:
         return linalg.solve_rank_one(gradient, computed["mean_a"], computed["mean_g"], damping)
-
-    def fisher_product(
-        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
-    ) -> Tensor:
-        """Return ``g (gᵀ D a) aᵀ``."""
-        a, g = computed["mean_a"][:, :, None], computed["mean_g"][:, :, None]
-        return g * (g.mT @ (direction @ a)) * a.mT
 
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
         """Return ḡ² ⊗ ā²."""

@@ -38,7 +38,6 @@ class _RowCurvature(Curvature):
 
     takes_narrow = True
     sum_positions = True
-    fisher_product_reads = ()
     default_damping = 0.1
 
     def __init__(self, *, fisher: Literal["empirical", "sampled"], likelihood: str | Likelihood | None) -> None:
@@ -94,17 +93,6 @@ class _RowCurvature(Curvature):
         A, G, M = (computed[name].to(gradient.dtype) for name in ("A", "G", "M"))
         samples, alpha = computed["samples"].to(gradient.dtype), computed["damping"].to(gradient.dtype)
         return kernel.precondition(A, G, M, gradient, samples=samples, damping=alpha)
-
-    def fisher_product(
-        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
-    ) -> Tensor:
-        """Return ``α Uᵀ Y U D / S`` for the rows of the last refresh; without Y ``UᵀU D / S``."""
-        A, G = (computed[name].to(direction.dtype) for name in ("A", "G"))
-        c = kernel.multiply(A, G, direction)
-        if "Y" in computed:
-            damping = computed["damping"].to(direction.dtype)[:, None]
-            c = (computed["Y"].to(direction.dtype) @ c[..., None])[..., 0] * damping
-        return kernel.multiply_transposed(A, G, c) / computed["samples"].to(direction.dtype)[:, None, None]
 
 
 class SNGD(_RowCurvature):

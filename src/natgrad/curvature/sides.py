@@ -120,10 +120,6 @@ class Side(ABC):
     def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         """Return W times the inverse."""
 
-    @abstractmethod
-    def times(self, W: Tensor, factor: Tensor) -> Tensor:
-        """Return W times the factor, which must be a full matrix rather than a lower triangle."""
-
 
 @dataclass(frozen=True)
 class Full(Side):
@@ -208,7 +204,3 @@ class Full(Side):
     @override
     def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         return linalg.product(W, computed[f"inverse_{name}"])
-
-    @override
-    def times(self, W: Tensor, factor: Tensor) -> Tensor:
-        return linalg.product(W, factor)

@@ -54,7 +54,6 @@ class TableKFAC(Curvature):
         self.likelihood, self.sum_positions = factors.likelihood, factors.sum_positions
         self.factor_decay = factors.factor_decay
         names = ("D", "E", *(("t",) if self.sum_positions else ()), *(("G", "A", "T") if heads else ()))
-        self.fisher_product_reads = names if factors.fisher_product_reads else ()
         self.diagonal_reads = self.trace_reads = names
         self.off_diagonal_reads = names if factors.off_diagonal_reads else None
 
@@ -129,12 +128,6 @@ class TableKFAC(Curvature):
         damping: float,
     ) -> Tensor:
         return self._factors.precondition(computed, averages, state, gradient, damping)
-
-    @override
-    def fisher_product(
-        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
-    ) -> Tensor:
-        return self._factors.fisher_product(computed, self.merged(averages) if averages else {}, direction)
 
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
         """Return the diagonal of the one Kronecker product."""

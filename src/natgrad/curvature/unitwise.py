@@ -55,7 +55,6 @@ class UnitWise(Curvature):
         """
         require_one_of("form", form, "full", "unit", "diag")
         self.form, self.fisher = form, fisher
-        self.fisher_product_reads = ("F",) if form == "full" else ()
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
@@ -134,15 +133,6 @@ class UnitWise(Curvature):
             return linalg.product(computed["inverse"], columns).view_as(gradient.mT).mT
         F = computed["fisher"]
         return gradient / (F + damping) if F.shape == gradient.shape else linalg.solve_pairs(gradient, F, damping)
-
-    @override
-    def fisher_product(
-        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
-    ) -> Tensor:
-        if self.form == "full":
-            return (averages["F"] @ direction.mT.flatten(1)[:, :, None]).view_as(direction.mT).mT
-        F = computed["fisher"]
-        return direction * F if F.shape == direction.shape else linalg.multiply_pairs(direction, F)
 
     @override
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:

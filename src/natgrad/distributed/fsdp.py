@@ -262,11 +262,6 @@ def rows_of(name: str, tensor: Tensor, rows: range) -> Tensor:
     return held[rows.start - start : rows.stop - start] if len(rows) else held[:0]
 
 
-def copies(name: str, parameter: Tensor, ranks: int) -> float:
-    """Return the number of ranks, out of `ranks`, that hold the same rows of a parameter as this one."""
-    return ranks / (RowSharding.of(name, parameter).ranks if is_sharded(parameter) else 1)
-
-
 def shard_group(name: str, tensor: Tensor) -> dist.ProcessGroup | None:
     """Return the process group that a tensor is sharded over; None: each rank holds all rows.
 

@@ -181,12 +181,6 @@ def solve_pairs(W: Tensor, F: Tensor, damping: float) -> Tensor:
     return torch.stack([w1 / pivot - ratio * v2, v2], -1)
 
 
-def multiply_pairs(D: Tensor, F: Tensor) -> Tensor:
-    """Return ``[[f11, f12], [f12, f22]] d`` for D ``[N, o, 2]`` and F = (f11, f22, f12) ``[N, o, 3]``."""
-    (d1, d2), (f11, f22, f12) = D.unbind(-1), F.unbind(-1)
-    return torch.stack([f11 * d1 + f12 * d2, f12 * d1 + f22 * d2], -1)
-
-
 def solve_rank_one(W: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     """Return ``(ggᵀ ⊗ aaᵀ + γI)⁻¹ W`` = [W - g (gᵀ W a) aᵀ / (‖g‖² ‖a‖² + γ)] / γ (Zhang 2023).
 

@@ -97,7 +97,6 @@ def _settings(parts: Parts, damping: float) -> dict[str, str]:
         "dtypes": str([str(group.dtype) for group in groups]),
         **_options_of({id(group.curvature): group.curvature for group in groups}.values()),
         "damping": str(damping),
-        "rule": parts.damping.settings,
         "kl_clip": str(parts.clip.bound),
         "reduction": parts.scaling.reductions.describe(),
         "gradients": "reduce" if parts.scaling.reduces else "averaged",

@@ -16,9 +16,7 @@ from natgrad.capture.reductions import Reductions
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.curvature.likelihood import Likelihood
-from natgrad.damping import Control
-from natgrad.damping.adaptive import AdaptiveDamping
-from natgrad.damping.trust_region import TrustRegion
+from natgrad.damping import ByKind
 from natgrad.distributed import resolve
 from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group
 from natgrad.errors import NatgradError, NatgradWarning, require, require_one_of
@@ -46,15 +44,13 @@ def check_arguments(model: object, optimizer: object, arguments: Mapping[str, An
     _check_curvature(arguments["curvature"])
     _check_optimizer(model, optimizer)
     damping, kl_clip = arguments["damping"], arguments.get("kl_clip")
-    if damping is not None:
-        Control(damping)
+    if not (damping is None or isinstance(damping, ByKind)):
+        ByKind(damping)
     if kl_clip is not None:
-        if not isinstance(kl_clip, TrustRegion):
-            allowed = "a number > 0, a natgrad.TrustRegion, or None"
-            check_number("kl_clip", kl_clip, allowed, minimum=0, strict=True)
+        check_number("kl_clip", kl_clip, "a number > 0, or None", minimum=0, strict=True)
         allowed = "left out or None without an optimizer, whose learning rate it needs"
         require(optimizer is not None, "kl_clip", kl_clip, allowed)
-    _check_reductions(Reductions(arguments["reduction"]), arguments["curvature"], damping)
+    _check_reductions(Reductions(arguments["reduction"]), arguments["curvature"])
     resolve(arguments["placement"])
     require_one_of("gradients", arguments["gradients"], "averaged", "reduce")
     fits = not sharded or arguments["gradients"] == "averaged"
@@ -89,33 +85,28 @@ def _check_optimizer(model: nn.Module, optimizer: object) -> None:
         require(fits, "optimizer", kind, "one that holds parameters of the model")
 
 
-def _check_reductions(reductions: Reductions, curvature: object, damping: object) -> None:
-    """Check that there is a single reduction if labels are sampled or the damping follows the loss."""
+def _check_reductions(reductions: Reductions, curvature: object) -> None:
+    """Check that there is a single reduction if labels are sampled."""
     choices = curvature.values() if isinstance(curvature, Mapping) else [curvature]
     sampled = [choice for choice in choices if isinstance(choice, Curvature) and choice.likelihood is not None]
     fits = not sampled or (reductions.single is not None and not reductions.is_undecided)
     allowed = "the same word for all layers, not 'auto', with sampled labels: they are drawn for one loss"
     require(fits, "reduction", reductions.describe(), allowed)
-    rule = isinstance(damping, AdaptiveDamping)
-    fits = not rule or reductions.single is not None or reductions.is_undecided
-    allowed = f"the same for all layers with damping={type(damping).__name__}, which goes by one loss"
-    require(fits, "reduction", reductions.describe(), allowed)
 
 
-def check_second_pass(covered: Iterable[tuple[Layer, Curvature]], optimizer: object, damping: Control) -> None:
-    """Check the arguments for curvatures and damping rules that need the batch again after the optimizer's step.
+def check_second_pass(covered: Iterable[tuple[Layer, Curvature]], optimizer: object, damping: ByKind) -> None:
+    """Check the arguments for curvatures that need the batch again after the optimizer's step.
 
     Raises:
         ValueError: without an optimizer, or if the damping is 1 or more.
     """
-    damping.check(optimizer)
     replayed = [(curvature, layer) for layer, curvature in covered if replayed_of(curvature, layer)]
     if not replayed:
         return
     allowed = f"given: {replayed[0][0]!r} looks at the batch again after its step"
     require(optimizer is not None, "optimizer", optimizer, allowed)
-    if damping.constant is not None:
-        check_damping([(curvature, damping.factor(layer)) for curvature, layer in replayed], damping.constant)
+    if not callable(damping.damping):
+        check_damping([(curvature, damping.factor(layer)) for curvature, layer in replayed], damping.damping)
 
 
 def replayed_of(curvature: Curvature, layer: Layer) -> tuple[str, ...]:

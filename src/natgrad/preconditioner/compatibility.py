@@ -1,4 +1,4 @@
-"""Which choices of curvature, placement, refresh rule and damping exclude each other.
+"""Which choices of curvature, placement and refresh rule exclude each other.
 
 Such a combination raises ``ValueError`` on several ranks. In one process it raises too, unless one process can do it:
 then `warn_of_combinations` warns, so that the problem shows before the first run on several ranks.
@@ -13,8 +13,6 @@ from typing import Any
 
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, gathered, replayed_statistics, statistics_of
-from natgrad.damping.adaptive import AdaptiveDamping
-from natgrad.damping.control import Control
 from natgrad.distributed import Placement
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import Layer
@@ -45,7 +43,6 @@ def conflicts(
     curvature: Curvature,
     placement: Placement,
     refresh: RefreshRule | None,
-    damping: AdaptiveDamping | None,
 ) -> Iterator[Conflict]:
     """Yield the conflicts among the choices for one layer. "auto" is compatible with everything."""
     statistics, rule, name = statistics_of(curvature, layer), placement.rule, repr(curvature)
@@ -87,40 +84,22 @@ def conflicts(
         reason = f"{name} updates all layers at every second pass, and no rule can leave some out"
         yield Conflict("refresh", repr(refresh), "a natgrad.Refresh", reason)
 
-    if damping is not None:
-        yield from _conflicts_with_damping(curvature, damping)
-
-
-def _conflicts_with_damping(curvature: Curvature, damping: AdaptiveDamping) -> Iterator[Conflict]:
-    name, rule = repr(curvature), type(damping).__name__
-    by_size = f"damping={rule} goes by the size of the Fisher"
-    if damping.sizes and curvature.is_normalized:
-        allowed = "one whose damping has the unit of the Fisher, as KFAC"
-        yield Conflict("curvature", name, allowed, f"{by_size}, and the damping of {name} is relative to it")
-    if damping.sizes and curvature.trace_reads is None:
-        yield Conflict("curvature", name, "one whose statistics tell its trace, as KFAC", by_size)
-    if damping.compares and curvature.fisher_product_reads is None:
-        reason = f"damping={rule} compares each step with its quadratic model"
-        yield Conflict("curvature", name, "one that can multiply by its Fisher, as KFAC", reason)
-
 
 def check_combinations(
     covered: Iterable[tuple[Layer, Curvature]],
     placement: Placement,
     refresh: RefreshRule | None,
-    damping: Control | None,
     ranks: int,
 ) -> None:
     """Check that the choices for all layers are compatible.
 
-    A refresh rule or damping of None is not checked.
+    A refresh rule of None is not checked.
 
     Raises:
         ValueError: if there is a conflict, unless `ranks` is 1 and one process can do it.
     """
-    rule = None if damping is None else damping.rule
     for layer, curvature in covered:
-        for conflict in conflicts(layer, curvature, placement, refresh, rule):
+        for conflict in conflicts(layer, curvature, placement, refresh):
             fits = ranks == 1 and conflict.works_in_one_process
             require(fits, conflict.argument, conflict.value, f"{conflict.allowed}: {conflict.reason}")
 
@@ -128,7 +107,7 @@ def check_combinations(
 def warn_of_combinations(covered: Iterable[tuple[Layer, Curvature]], placement: Placement) -> None:
     """Warn in one process, after `check_combinations`, of a combination that several ranks would refuse."""
     for layer, curvature in covered:
-        for conflict in conflicts(layer, curvature, placement, None, None):
+        for conflict in conflicts(layer, curvature, placement, None):
             warnings.warn(
                 f"natgrad: {conflict.argument}={conflict.value!r} works in one process only and is refused on several "
                 f"ranks, where it must be {conflict.allowed}: {conflict.reason}",

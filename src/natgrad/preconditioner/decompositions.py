@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from natgrad.capture.reductions import Count
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.refresh import RowRefresh, observed, run_tasks
@@ -47,31 +45,15 @@ class Decompositions:
         if not self._parts.runtime.any(bool(capture.backwards)):
             capture.sums.note_basis_versions()
 
-    def update(self, count: Count | None, damping: float, scale: float | Tensor) -> float:
+    def update(self, count: Count | None, damping: float) -> None:
         """Decompose what is due on its owners, and exchange the results. Under "background" only start.
 
         Args:
             count: The argument of `step`.
             damping: γ of the step.
-            scale: The factor that makes the gradients those of the mean loss.
-
-        Returns:
-            γ, which a damping rule may have changed after measuring the Fisher.
         """
-        damping = self._measured(damping, scale)
         with self._parts.scheduler.timed("renewing", self._parts.spent):
             self._update(count, damping)
-        return damping
-
-    def _measured(self, damping: float, scale: float | Tensor) -> float:
-        parts = self._parts
-        if not parts.damping.adaptation.awaits_sizes or parts.progress.last_factors is None:
-            return damping
-        with parts.progress.phase("renew", parts.runtime):
-            device = next(parameter.device for parameter in parts.structure.root.parameters())
-            parts.damping.adaptation.measure(parts.groups, parts.runtime, device, parts.clip, scale)
-        parts.progress.damping = parts.damping_now()
-        return parts.progress.damping
 
     def _update(self, count: Count | None, damping: float) -> None:
         parts, capture, scheduler = self._parts, self._parts.capture, self._parts.scheduler

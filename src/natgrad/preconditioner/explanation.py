@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 from rich.markup import escape
 from rich.table import Table
 
-from natgrad.damping.control import describe_damping
 from natgrad.preconditioner.parts import Parts
 from natgrad.printed import Printed
+from natgrad.state.block_group import BlockGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +141,22 @@ def explain(parts: Parts) -> Explanation:
 
 def _note(parts: Parts) -> str:
     """Describe the KL clip, the placement, the damping and the reduction."""
-    notes, damping = [parts.clip.describe()], parts.damping.constant
+    notes, damping = [parts.clip.describe()], parts.damping.damping
     if parts.runtime.ranks > 1:
         notes.append(parts.structure.plan.note)
-    if damping is not None:
-        notes.append(describe_damping(damping, ((group.curvature, group.factor) for group in parts.groups)))
+    if not callable(damping):
+        notes.append(_describe_damping(damping, parts.groups))
     if chosen := parts.scaling.reductions.explain():
         notes.append(chosen)
     return "; ".join(notes)
+
+
+def _describe_damping(damping: float, groups: Iterable[BlockGroup]) -> str:
+    """Return the damping γ, with its values for the curvatures if a factor makes them differ."""
+    kinds: dict[float, list[str]] = {}
+    for group in groups:
+        names, kind = kinds.setdefault(damping * group.factor, []), type(group.curvature).__name__
+        names += [] if kind in names else [kind]
+    if len(kinds) < 2:
+        return f"damping {next(iter(kinds), damping):g}"
+    return "damping " + ", ".join(f"{value:g} ({' and '.join(names)})" for value, names in kinds.items())

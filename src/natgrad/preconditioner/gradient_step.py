@@ -70,9 +70,7 @@ class GradientStep:
             if parts.shares_work:
                 share(everything, parts.structure.plan, parts.runtime, parts.failure_counters)
             self._clear_nonfinite(everything)
-            parts.clip.apply(
-                everything, scale, parts.runtime, shares_work=parts.shares_work, layer_scale=parts.scaling.of_layer
-            )
+            parts.clip.apply(everything, scale, parts.scaling.of_layer)
             self._write(everything)
 
     def _fallback_policy(self) -> FallbackPolicy:

@@ -11,7 +11,7 @@ from natgrad.capture import Capture
 from natgrad.capture.labels import LabelSampler
 from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import Count
-from natgrad.damping import Control
+from natgrad.damping import ByKind
 from natgrad.distributed import Communicator
 from natgrad.preconditioner.arguments import check_damping
 from natgrad.preconditioner.counters import StepCounters
@@ -54,7 +54,7 @@ class Parts:
     capture: Capture
     sampler: LabelSampler
     scaling: Scaling
-    damping: Control
+    damping: ByKind
     scheduler: RefreshScheduler
     background: BackgroundRefresh
     clip: Clip
@@ -102,7 +102,7 @@ class Parts:
         Raises:
             ValueError: if a schedule returns a value that is not allowed.
         """
-        damping = self.damping.now(self.progress.step)
+        damping = self.damping.value(self.progress.step)
         check_damping([(group.curvature, group.factor) for group in self.groups if group.replayed_statistics], damping)
         return damping
 

@@ -19,8 +19,7 @@ from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import DEFAULT_REDUCTION, Count, Reduction, Reductions
 from natgrad.curvature import Curvature
 from natgrad.curvature.names import resolve_curvature
-from natgrad.damping import Control, Damping, TrustRegion
-from natgrad.damping.control import default_damping
+from natgrad.damping import ByKind, Damping, default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.fsdp import check_layers
 from natgrad.distributed.positions import is_lost
@@ -89,7 +88,7 @@ class Preconditioner:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         damping: Damping | None = None,
-        kl_clip: float | TrustRegion | None = USUAL_BOUND,
+        kl_clip: float | None = USUAL_BOUND,
         reduction: Literal["mean", "tokens", "sum", "auto"] | Mapping[str, Reduction] = DEFAULT_REDUCTION,
         refresh: RefreshRule | str | int | None = None,
         placement: str | Placement = "auto",
@@ -114,11 +113,11 @@ class Preconditioner:
                 None leaves a layer to the optimizer.
             optimizer: The KL clip reads the current learning rates from it. natgrad warns if it steps with gradients
                 that were not preconditioned. Not ``torch.optim.LBFGS``, which runs its closure inside a step.
-            damping: γ: a number above 0, a callable of the step, or a rule from `natgrad.damping`. None: the
+            damping: γ: a number above 0, a callable of the step, or a `natgrad.damping.ByKind`. None: the
                 ``default_damping`` of each layer's curvature, which is 0.1 for `natgrad.SNGD`, `natgrad.HyLo` and
                 `natgrad.RankOne` and 1e-3 for the others. ``metrics()["damping"]`` then shows that of the first.
-            kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16), or a `natgrad.TrustRegion`. None: off. Without
-                an optimizer the default is off, and an explicit value is an error.
+            kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16). None: off. Without an optimizer the default is
+                off, and an explicit value is an error.
             reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, or "sum" over
                 samples.
 
@@ -169,13 +168,14 @@ class Preconditioner:
         precision = Precision() if precision is None else precision
         self.curvature = curvature
         root, rule = unwrap(model), resolve(placement)
-        control = Control(default_damping(curvature) if damping is None else damping)
+        chosen = default_damping(curvature) if damping is None else damping
+        by_kind = chosen if isinstance(chosen, ByKind) else ByKind(chosen)
         covered = cover(root, curvature).layers
         names = [layer.name for layer, _ in covered]
         check_layers(layer for layer, _ in covered)
-        check_second_pass(covered, optimizer, control)
+        check_second_pass(covered, optimizer, by_kind)
         runtime = Communicator(resolve_group(model, process_group, mesh))
-        check_combinations(covered, rule, refresh, control, runtime.ranks)
+        check_combinations(covered, rule, refresh, runtime.ranks)
         reductions, reduces = Reductions(reduction), gradients == "reduce"
         scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
@@ -198,7 +198,7 @@ class Preconditioner:
             rank=runtime.rank,
             ranks=runtime.ranks,
             refresh=refresh,
-            factor=control.factor,
+            factor=by_kind.factor,
         )
         self.parts = parts = Parts(
             model=model,
@@ -208,10 +208,10 @@ class Preconditioner:
             capture=capture,
             sampler=LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean"),
             scaling=scaling,
-            damping=control,
+            damping=by_kind,
             scheduler=RefreshScheduler(refresh),
             background=BackgroundRefresh(),
-            clip=Clip(optimizer, kl_clip, covered),
+            clip=Clip(optimizer, kl_clip),
             failure_counters=FailureCounters(Guard() if guard is None else guard),
             inspection=Inspection(),
             progress=StepCounters(),
@@ -305,11 +305,10 @@ class Preconditioner:
             if parts.capture.wanted:
                 self._statistics.update(count)
             if self._decompositions.are_due:
-                damping = self._decompositions.update(count, damping, scale)
-            model = self._second_pass.quadratic_model(damping, scale)
+                self._decompositions.update(count, damping)
             self._gradients.precondition(damping, scale)
             self.call_order.written.note(parts.structure.slots)
-            self._second_pass.schedule(closure, count, model, statistics_before)
+            self._second_pass.schedule(closure, count, statistics_before)
 
             progress.step += 1
             parts.scheduler.end_step(parts.spent(), parts.background.seconds)
@@ -462,7 +461,7 @@ class Preconditioner:
         """
         return {
             **self.parts.progress.metrics(self.parts.capture.seconds),
-            **self.parts.damping.metrics(self.parts.progress.damping),
+            "damping": self.parts.progress.damping,
             "kl_scale": self.parts.clip.last,
             **self.parts.failure_counters.metrics(),
             **self.parts.scheduler.metrics(self.parts.groups),
@@ -548,7 +547,6 @@ class Preconditioner:
             "format": states.FORMAT,
             **self.parts.progress.state_dict(),
             **self.parts.background.state_dict(),
-            "damping": self.parts.damping.state_dict(),
             **self.parts.scheduler.state_dict(self.parts.progress),
             "epochs": self.parts.epochs.state_dict(),
             "blocks": blocks,
@@ -586,8 +584,7 @@ class Preconditioner:
         with raised_on_all(runtime):
             state = states.checked(state, parts.groups, counters)
             parts.scheduler.check_state(state)
-            epochs, damping = EpochState.loaded(state["epochs"]), parts.damping.loaded(state["damping"])
-        parts.epochs, parts.damping = epochs, damping
+            parts.epochs = EpochState.loaded(state["epochs"])
         states.restore(state["blocks"], parts.groups)
         parts.background.drop(parts.progress)
         parts.progress.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""After the optimizer's step: a second pass over the batch, for K-BFGS, and damping by the change of the loss.
+"""After the optimizer's step: a second pass over the batch, for K-BFGS.
 
 A hook after the optimizer's step calls the closure. Each forward pass starts with the random numbers of the first one,
 so that dropout is the same (not in compiled models, whose passes no hook sees). Random numbers, buffers, training modes
@@ -20,7 +20,6 @@ from natgrad.capture.model_hooks import ForwardPass
 from natgrad.capture.reductions import Count
 from natgrad.capture.repetition import Repetition, preserve_state
 from natgrad.capture.sums import Shares, StatisticsBuffer
-from natgrad.damping.quadratic import Losses, QuadraticModel
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import extra_pass, rows_of
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
@@ -69,7 +68,7 @@ class _Batch:
 
 
 class SecondPass:
-    """Evaluates the batch again after the optimizer's step, if a curvature or a damping rule needs it."""
+    """Evaluates the batch again after the optimizer's step, if a curvature needs it."""
 
     def __init__(self, parts: Parts) -> None:
         """Start without a scheduled pass."""
@@ -106,8 +105,6 @@ class SecondPass:
         parts, capture = self._parts, self._parts.capture
         if not capture.backwards:
             return ""
-        if parts.damping.adaptation.tries(parts.progress.step):
-            return parts.damping.name
         replayed = next((group.curvature for group in parts.groups if group.replayed_statistics), None)
         return type(replayed).__name__ if capture.wanted and replayed is not None else ""
 
@@ -134,45 +131,15 @@ class SecondPass:
         assert optimizer is not None  # checked when the preconditioner was built
         self._handle = optimizer.register_step_post_hook(hook)
 
-    # --- Damping by the change of the loss ------------------------------------------------------------------------
-
-    def quadratic_model(self, damping: float, scale: float | Tensor) -> QuadraticModel | None:
-        """Return the quadratic model of the loss at the current parameters, if a damping rule needs it in this step."""
-        parts = self._parts
-        if not parts.damping.adaptation.tries(parts.progress.step):
-            return None
-        return QuadraticModel(parts.groups, parts.runtime, damping, scale)
-
-    def schedule(
-        self, closure: Closure | None, count: Count | None, model: QuadraticModel | None, statistics_before: int | None
-    ) -> None:
+    def schedule(self, closure: Closure | None, count: Count | None, statistics_before: int | None) -> None:
         """Schedule what is to follow the optimizer's step.
 
-        `model` is the `quadratic_model`, made before gradients were preconditioned, and `statistics_before` the step at
-        which statistics were updated before this one.
+        `statistics_before` is the step at which statistics were updated before this one.
         """
         parts = self._parts
-        if model is not None:
-            model.take_others(parts.structure.root)
-            weight = parts.scaling.weight(parts.capture.number(count))
-            losses = Losses(closure if parts.capture.backwards else None, parts.capture.recorded(), weight)
-            self._evaluate(losses)
-            self._after_optimizer_step(lambda: self._judge(model, losses))
-        elif self._replayed and parts.progress.last_factors == parts.progress.step:
+        if self._replayed and parts.progress.last_factors == parts.progress.step:
             batch = self._first_pass(closure, count, statistics_before)
             self._after_optimizer_step(lambda: self._replay(batch))
-
-    def _evaluate(self, losses: Losses) -> None:
-        with self._parts.progress.phase("replay", self._parts.runtime):
-            losses.compute(self._parts.model, self._parts.hooks)
-
-    def _judge(self, model: QuadraticModel, losses: Losses) -> None:
-        """Update the damping rule with the actual and the predicted change of the loss."""
-        self._evaluate(losses)
-        parts = self._parts
-        device = next(parameter.device for parameter in parts.structure.root.parameters())
-        with parts.progress.phase("replay", parts.runtime):
-            parts.damping.adaptation.learn(model.outcome(losses, device))
 
     # --- Curvatures that compare a batch before and after the step ------------------------------------------------
 

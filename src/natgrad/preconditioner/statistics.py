@@ -24,7 +24,6 @@ class Statistics:
         placement, wire = parts.structure.plan.placement, parts.structure.precision.wire
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
         rows = RowBuffer(parts.gathered, wire if parts.runtime.ranks > 1 else None, origin)
-        parts.capture.records_passes = parts.damping.adaptation.tries(parts.progress.step)
         parts.capture.attach(parts.groups, self._buffer(), rows)
 
     def _buffer(self) -> StatisticsBuffer:
@@ -46,7 +45,6 @@ class Statistics:
         parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
         layers = [(member.layer.name, group) for group in parts.summed for member in group.members]
-        capture.records_passes = parts.damping.adaptation.tries(parts.progress.step)
         capture.reset(
             wanted=any(choice.statistics(name, group) for name, group in layers),
             rows=bool(parts.gathered) and "gradients" in scheduler.due_parts(parts.progress),

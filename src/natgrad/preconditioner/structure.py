@@ -68,7 +68,7 @@ class Structure:
         self.coverage = cover(self.root, self._curvature)
         self._signature = self.coverage.signature()
         self.plan = self._planned()
-        check_combinations(self.coverage.layers, self.plan.placement, self._refresh, None, self._ranks)
+        check_combinations(self.coverage.layers, self.plan.placement, self._refresh, self._ranks)
         self._assignments.update(self.plan.assignments)
         self.groups = group_layers(self.coverage.layers, self.precision, self.plan, self._rank, self._factor)
         if self._refresh is not None:

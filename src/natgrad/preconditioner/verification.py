@@ -280,7 +280,7 @@ class _FirstStep:
         scale = self._gradients.reduce(None)
         self._statistics.update(None)
         if self._decompositions.are_due:
-            damping = self._decompositions.update(None, damping, scale)
+            self._decompositions.update(None, damping)
         self._gradients.precondition(damping, scale)
         blocks = states.snapshot(parts.groups)
         if parts.shares_work:
@@ -312,7 +312,6 @@ def _placed_parts(original: Parts) -> Parts:
         capture=_capture(root, reductions, counts_samples=original.capture.counts_samples),
         sampler=LabelSampler(seed=seed, rank=rank, reduction=reductions.single or "mean"),
         scaling=original.scaling.unscaled(reductions),
-        damping=original.damping.fixed(original.progress.step),
         scheduler=RefreshScheduler(original.scheduler.rule),
         clip=Clip(original.clip.optimizer, original.clip.bound),
         epochs=copy.deepcopy(original.epochs),

@@ -356,22 +356,6 @@ class BlockGroup:
             known[name] = values if known_all(fine) else torch.where(along(fine, values.ndim - 1), values, known[name])
             self.memory.write(name, blocks, known[name])
 
-    def fisher_product(self, D: Tensor) -> Tensor:
-        """Return F D ``[N, o, i]`` without damping; zero for blocks without usable results."""
-        names = self.curvature.fisher_product_reads
-        if names is None or not any(self.ready):
-            return torch.zeros_like(D)
-        whole = slice(None)
-        averages = self.corrected(whole, names) if names else {}
-        computed = {**self.computed(whole), **self.live_averages(whole)}
-        product = self.curvature.fisher_product(computed, averages, D)
-        for member, flag in zip(self.members, self.ready, strict=True):
-            if not flag:
-                product[member.blocks] = 0
-        if self.failures.invalid is not None:
-            product.masked_fill_(self.failures.invalid[:, None, None], 0)
-        return product
-
     def diagonal(self, blocks: slice | Tensor, damping: float) -> Tensor | None:
         """Return the damped diagonal of the Fisher ``[n, o, i]`` of some blocks; None: it is not available."""
         names = self.curvature.diagonal_reads

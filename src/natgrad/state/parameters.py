@@ -1,8 +1,6 @@
 """Parameters, and tensors with their shapes, as the blocks of a group; also if FSDP2 shards them.
 
-Each rank then holds some rows. Sums over elements are computed on the ranks that hold the rows. All rows are gathered
-only for products with a Fisher block, on one rank for each layer (its accountant), and on the workers for a second pass
-over the batch. With several replicas of the model (HSDP), sums include only the accountant's replica.
+Each rank then holds some rows. All rows are gathered on the workers for a second pass over the batch.
 """
 
 from __future__ import annotations
@@ -68,18 +66,6 @@ class ParameterRows:
     def held(self, slot: Slot) -> range:
         """Return the rows of a parameter that this rank holds."""
         return self._holders.rows(slot, self._runtime.rank)
-
-    def in_sum(self, slot: Slot, accountant: int) -> bool:
-        """Return whether sums include this rank's rows: those of the replica to which the `accountant` belongs."""
-        if not is_sharded(slot.parameter):
-            return accountant == self._runtime.rank
-        return self._holders.share_replica(slot, accountant, self._runtime.rank)
-
-    def local_blocks(self, group: BlockGroup, values: Mapping[int, Tensor]) -> Tensor:
-        """Return this rank's rows as blocks ``[N, o, i]``, zero elsewhere; `values` by the ``id`` of the slot."""
-        found: dict[int, Tensor] = {}
-        self._put(found, slots_of(group), values)
-        return stacked(group, lambda slot: found[id(slot.parameter)])
 
     def gather_blocks(
         self, groups: Iterable[tuple[BlockGroup, Sequence[int]]], values: Mapping[int, Tensor], kind: str

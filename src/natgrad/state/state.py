@@ -22,7 +22,10 @@ Blocks = dict[str, dict[str, Tensor]]
 # Counters that the first states of this format do not have.
 _LATER = {"bounded_gradients"}
 
-_FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch", "damping")
+# The rules of earlier versions that adapted the damping; their states hold further numbers.
+_ADAPTED_DAMPING = ("Autopilot", "LevenbergMarquardt")
+
+_FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch")
 
 
 def _stores(group: BlockGroup) -> list[StateTensors]:
@@ -101,6 +104,10 @@ def checked(
     require(not missing, "state", sorted(state), f"complete: {', '.join(missing)} missing")
     known = is_whole(state["format"]) and state["format"] == FORMAT
     require(known, "state['format']", state["format"], f"{FORMAT}, the format of this version")
+    damping = state.get("damping")
+    rule = damping.get("rule") if isinstance(damping, Mapping) else None
+    allowed = "a fixed or scheduled damping: rules that adapt it were removed"
+    require(rule not in _ADAPTED_DAMPING, "state['damping']['rule']", rule, allowed)
     for name, least in (("step", 0), ("last_factors", -1), ("last_inverses", -1)):
         check_whole(f"state[{name!r}]", state[name], least)
     for name, counted in counters.items():

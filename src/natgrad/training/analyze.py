@@ -121,7 +121,7 @@ class Study:
             every=self.every or max(1, job.total_steps // _DRIFTS),
             batch_sizes=tuple(sorted(sizes)),
             ranks=tuple(sorted({min(count, rows) for count in counts})),
-            kernel_damping=self.kernel_damping or _number(job.damping),
+            kernel_damping=self.kernel_damping or job.damping or SNGD.default_damping,
         )
 
     @property
@@ -298,10 +298,3 @@ class Measured(Training):
 
 def _add(total: Tensor, gradient: Tensor) -> None:
     total.add_(gradient.detach())
-
-
-def _number(damping: float | str | None) -> float:
-    if damping is None:
-        return SNGD.default_damping
-    require(not isinstance(damping, str), "kernel_damping", None, "given where the damping of the run is none")
-    return float(damping)

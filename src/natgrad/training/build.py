@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from natgrad import Autopilot, PreconditionedOptimizer, Preconditioner
+from natgrad import PreconditionedOptimizer, Preconditioner
 from natgrad.averaging import Averager
 from natgrad.averaging.local_sgd import levels_of
 from natgrad.damping import Damping
@@ -96,9 +96,7 @@ def build_averager(
 
 
 def _damping(job: Job) -> Damping | None:
-    if job.recipe != "none":
-        return job.large_batch().damping_schedule()
-    return Autopilot() if job.damping == "auto" else job.damping
+    return job.damping if job.recipe == "none" else job.large_batch().damping_schedule()
 
 
 def rehearse(job: Job) -> None:

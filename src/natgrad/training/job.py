@@ -54,7 +54,7 @@ class Job:
         refresh: "fixed", or a rule that decides on each refresh (see `refresh_rules.build`).
         by: The unit of a rule's decisions, "layer" or "factor".
         share: The largest share of the time for preconditioning; None: no limit.
-        damping: The damping; "auto": `natgrad.Autopilot`; None: the curvature's default.
+        damping: The damping; None: the curvature's default.
         kl_clip: The bound of the KL clip; None or 0: off.
         epochs: Passes over the training set; None, if `steps` is None too: the task's default.
         steps: Optimizer steps, instead of `epochs`.
@@ -87,7 +87,7 @@ class Job:
     refresh: str = "fixed"
     by: By = "layer"
     share: float | None = None
-    damping: float | Literal["auto"] | None = None
+    damping: float | None = None
     kl_clip: float | None = 1e-3
     epochs: int | None = None
     steps: int | None = None
@@ -127,8 +127,7 @@ class Job:
         for name in ("warmup", "seed"):
             _check_whole(name, getattr(self, name), least=0)
         _check_positive("learning_rate", self.learning_rate, optional=True)
-        if self.damping != "auto":
-            _check_positive("damping", self.damping, optional=True, word="auto")
+        _check_positive("damping", self.damping, optional=True)
         if self.kl_clip == 0 and not isinstance(self.kl_clip, bool):
             object.__setattr__(self, "kl_clip", None)
         _check_positive("kl_clip", self.kl_clip, off=True)
@@ -298,7 +297,7 @@ def _check_whole(name: str, value: object, *, least: int, optional: bool = False
     require(fits or (optional and value is None), name, value, f"a whole number of at least {least}, at most {_MOST}")
 
 
-def _check_positive(name: str, value: object, *, optional: bool = False, off: bool = False, word: str = "") -> None:
+def _check_positive(name: str, value: object, *, optional: bool = False, off: bool = False) -> None:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
-    allowed = "a finite number above 0" + (", or 0 for off" if off else f", or {word!r}" if word else "")
+    allowed = "a finite number above 0" + (", or 0 for off" if off else "")
     require(fits or ((optional or off) and value is None), name, value, allowed)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.curvature import Curvature
-from natgrad.damping.trust_region import TrustRegion, copied
-from natgrad.distributed import Communicator
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import joined, together
@@ -25,32 +22,19 @@ class Clip:
 
     Attributes:
         optimizer: Its learning rates are read at each step. A layer's rate is that of its first trained parameter.
-        bound: κ, or a `TrustRegion`. None: off.
-        last: ν of the last step, or s of a trust region, a device tensor; 1.0 while off.
+        bound: κ. None: off.
+        last: ν of the last step, a device tensor; 1.0 while off.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        bound: float | TrustRegion | None,
-        covered: Iterable[tuple[Layer, Curvature]] = (),
-    ) -> None:
-        """Check the arguments.
-
-        Raises:
-            ValueError: if a trust region does not support the optimizer or a `covered` curvature.
-        """
-        if isinstance(bound, TrustRegion):
-            bound.check(optimizer, covered)
+    def __init__(self, optimizer: torch.optim.Optimizer | None, bound: float | None) -> None:
+        """Initialize; without an optimizer the clip is off."""
         self.optimizer = optimizer
-        self.bound = None if optimizer is None else float(bound) if isinstance(bound, int) else bound
+        self.bound = None if optimizer is None or bound is None else float(bound)
         self._lacks_optimizer = bound is not None and optimizer is None
         self.last: float | Tensor = 1.0
 
     def for_copies(self, copies: Mapping[int, nn.Parameter]) -> Clip:
         """Return a clip for copies of parameters, with the current learning rates, by the ``id`` of the originals."""
-        if isinstance(self.bound, TrustRegion) and self.optimizer is not None:
-            return Clip(copied(self.optimizer, copies), self.bound)
         rates = self._rates() if self.optimizer is not None else {}
         groups = [{"params": [copy], "lr": rates[key]} for key, copy in copies.items() if key in rates]
         return Clip(torch.optim.SGD(groups) if groups else None, self.bound)
@@ -58,26 +42,19 @@ class Clip:
     def describe(self) -> str:
         """Return a description of the clip."""
         if self.bound is not None:
-            return f"KL clip {self.bound:g}" if isinstance(self.bound, float) else str(self.bound)
+            return f"KL clip {self.bound:g}"
         return "KL clip off" + (": no optimizer to read the learning rate from" if self._lacks_optimizer else "")
 
     def apply(
         self,
         entries: Sequence[GroupGradients],
         scale: float | Tensor,
-        runtime: Communicator,
-        *,
-        shares_work: bool,
         layer_scale: Callable[[Layer], float | Tensor],
     ) -> None:
         """Scale the preconditioned gradients of all groups by ν.
 
         `scale`, and for each layer `layer_scale`, make the raw gradients those of the mean loss.
         """
-        if isinstance(self.bound, TrustRegion):
-            assert self.optimizer is not None
-            self.last = self.bound.hold(entries, self.optimizer, runtime, shares_work=shares_work)
-            return
         clipped = [entry for entry in entries if not entry.group.curvature.is_normalized]
         if self.bound is None or not clipped:
             return

@@ -66,12 +66,6 @@ class Scaling:
         """Whether the ``GradScaler`` may skip steps of the optimizer."""
         return self._scaler is not None and self._scaler.is_enabled()
 
-    def weight(self, samples: int) -> float | None:
-        """Return the weight of this rank in the mean of the losses. None: the losses are summed."""
-        if not self.reduces:
-            return 1.0
-        return None if self._summed else float(samples)
-
     def describe(self) -> str:
         """Return a description of the settings that must be equal on all ranks."""
         return f"accumulation={'mean' if self._divided else 'sum'!r}, {'a' if self.skips else 'no'} GradScaler"
