@@ -521,6 +521,18 @@ _add(
     ),
 )
 _add(
+    "auto_memory",
+    'Placement "auto" stays with comm-opt where its curvature does not fit in the memory.',
+    "placement/test_choice.py::test_auto_has_the_most_workers_that_fit_or_names_what_would_do",
+    ("distributed.choice:make_plan", "if limit is None or plan.most_held <= limit:", "if True:"),
+)
+_add(
+    "rows_unlimited",
+    "The rows of SNGD and HyLo do not count for the memory of a rank.",
+    "distributed/test_auto.py::test_rows_count_once_their_number_is_known",
+    ("preconditioner.refresh.gathered:RowRefresh._count_rows", "self.plan.check_memory()", "pass"),
+)
+_add(
     "dp_all_data",
     "With data-parallel factors that belong to one owner each, the owner's factors see the samples of all ranks.",
     "distributed/test_dp.py::test_dp_is_its_definition",

@@ -3,7 +3,8 @@
 from hypothesis import strategies as st
 
 from natgrad.distributed import LayerDemand, Placement
-from natgrad.distributed.options import NAMES
+
+NAMES = ("auto", "comm-opt", "mem-opt", "hybrid", "reduce-scatter", "dp", "pipelined", "background")
 
 
 def kfac(outputs, inputs, form="eigen", blocks=1, alone=True):

@@ -3,8 +3,7 @@
 import pytest
 
 from natgrad.distributed import make_plan, resolve
-from natgrad.distributed.options import NAMES
-from tests.placement.layers import kfac, resnet50
+from tests.placement.layers import NAMES, kfac, resnet50
 
 RANKS = [2, 4, 8, 16, 64, 256, 1024, 4096]
 

@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import natgrad
 from natgrad.distributed import LayerDemand, Placement, RowDemand, make_plan, resolve
+from natgrad.preconditioner.structure import Structure
 from tests.placement.layers import kfac, models, resnet50
 
 pure = settings(max_examples=30, deadline=None, derandomize=True)
@@ -63,6 +66,15 @@ def test_what_does_not_fit_is_in_the_note():
     assert str(plan.placement) == "hybrid:0.5"
     assert "because 'comm-opt' would hold" in " ".join(str(plan).split())
     assert make_plan(Placement(memory=half - 1), works, 4).placement.name == "mem-opt"
+
+
+@pytest.mark.parametrize(("memory", "chosen"), [(None, "comm-opt"), (6000, "comm-opt"), (4000, "mem-opt")])
+def test_the_share_of_a_rank_on_the_host_is_a_quarter_of_its_part(monkeypatch, memory, chosen):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))  # 732 bytes on a rank of comm-opt, 492 of mem-opt
+    monkeypatch.setattr("natgrad.preconditioner.structure.memory_of", lambda device: memory)
+    options = {"placement": resolve("auto"), "rank": 0, "ranks": 2}
+    plan = Structure(model, natgrad.KFAC(), natgrad.Precision(), **options).plan
+    assert plan.placement.name == chosen
 
 
 def test_options_outlive_the_choice():

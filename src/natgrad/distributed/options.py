@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from natgrad.distributed.rules import PlacementRule, names, rule_of
 from natgrad.errors import require, require_one_of
 from natgrad.schedule import check_whole, is_number, is_whole
-
-Name = Literal["auto", "comm-opt", "mem-opt", "hybrid", "reduce-scatter", "dp", "pipelined", "background"]
-NAMES: tuple[str, ...] = get_args(Name)
-
 
 _BUCKET = 25 * 2**20
 
@@ -59,7 +55,7 @@ class Placement:
         ValueError: if an option is not allowed.
     """
 
-    name: Name | str | PlacementRule = "auto"
+    name: str | PlacementRule = "auto"
     fraction: float | None = None
     owners: Literal["balanced", "round-robin"] = "balanced"
     speeds: tuple[float, ...] | None = None
