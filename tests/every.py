@@ -18,7 +18,7 @@ EVERY: dict[str, Callable[..., Curvature]] = {
     "kfac eigen": natgrad.KFAC,
     "kfac inverse": partial(natgrad.KFAC, form="inverse"),
     "kfac reduce": partial(natgrad.KFAC, sharing="reduce"),
-    "kfac blocks": partial(natgrad.KFAC, max_factor_size=4, wide="blocks"),
+    "kfac diagonal": partial(natgrad.KFAC, max_factor_size=4),
     "kfac iterative": partial(natgrad.KFAC, form="iterative"),
     "kfac newton-schulz": partial(natgrad.KFAC, form="newton-schulz"),
     "ekfac": natgrad.EKFAC,

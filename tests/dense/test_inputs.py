@@ -25,10 +25,10 @@ def solve(W, A):
     return torch.linalg.solve(A + DAMPING * torch.eye(A.shape[-1], dtype=A.dtype), W, left=False)
 
 
-def assert_solved(model, x, samples, most=None, wide="diagonal", **options):
+def assert_solved(model, x, samples, most=None, **options):
     """Two steps of natgrad, on other inputs each, against running averages of A written out."""
     twin, averages = dense.twin(model), {}
-    curvature = natgrad.KFAC(sides="a", max_factor_size=most, wide=wide, factor_decay=0.5, **options)
+    curvature = natgrad.KFAC(sides="a", max_factor_size=most, factor_decay=0.5, **options)
     preconditioner = natgrad.Preconditioner(
         model, curvature, damping=DAMPING, refresh=natgrad.Refresh(factors=1, inverses=1)
     )
@@ -42,7 +42,7 @@ def assert_solved(model, x, samples, most=None, wide="diagonal", **options):
         expected = {}
         for name, W in raw.items():
             A = rows[name].factors(options.get("sharing", "expand"))[0]
-            A = A if most is None else kept(A, most, wide)
+            A = A if most is None else kept(A, most)
             averages[name] = A if step == 0 else (averages[name] + 2 * A) / 3
             expected[name] = solve(W, averages[name])
         dense.assert_equal(dense.gradients(model), expected, 1e-8)
@@ -51,15 +51,15 @@ def assert_solved(model, x, samples, most=None, wide="diagonal", **options):
 @DRAWN
 @given(
     linears(), st.sampled_from(FORMS), st.sampled_from(["expand", "reduce"]), st.sampled_from([None, 2]),
-    st.sampled_from(["diagonal", "blocks"]), st.integers(0, 99),
+    st.integers(0, 99),
 )  # fmt: skip
-def test_linear(drawn, options, sharing, most, wide, seed):
+def test_linear(drawn, options, sharing, most, seed):
     layer, freeze, shape, samples = drawn
     torch.manual_seed(seed)
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(layer.out_features, 2)).double()
     if freeze:
         model[0].get_parameter(freeze).requires_grad_(False)
-    assert_solved(model, torch.randn(shape).double(), samples, most, wide, sharing=sharing, **options)
+    assert_solved(model, torch.randn(shape).double(), samples, most, sharing=sharing, **options)
 
 
 @DRAWN

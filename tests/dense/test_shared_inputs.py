@@ -15,7 +15,7 @@ import natgrad
 
 CURVATURES = [
     natgrad.KFAC(),
-    natgrad.KFAC(form="inverse", max_factor_size=7, wide="blocks"),
+    natgrad.KFAC(form="inverse", max_factor_size=7),
     natgrad.KFAC(sharing="reduce"),
     natgrad.KFAC(fisher="sampled", likelihood="categorical"),
     natgrad.EKFAC(),

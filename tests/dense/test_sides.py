@@ -1,6 +1,4 @@
-"""Wide sides of a layer: diagonal and block factors equal the explicit (G ⊗ A + γI)⁻¹ with what is kept of G and A."""
-
-import math
+"""Wide sides of a layer: diagonal factors equal the explicit (G ⊗ A + γI)⁻¹ with what is kept of G and A."""
 
 import pytest
 import torch
@@ -9,69 +7,59 @@ from hypothesis import strategies as st
 from torch import nn
 
 import natgrad
-from natgrad.curvature.narrow_sides import Blocks
 from natgrad.layers.convolution import PatchRows
 from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, sum_squares
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, convolutions, curvatures, linears, total_loss
 
-wides = st.sampled_from(["diagonal", "blocks"])
 
-
-def kept(factor, most, wide):
+def kept(factor, most):
     """What a side keeps of a factor [n, d, d], as a dense matrix."""
-    size = factor.shape[-1]
-    if size <= most:
-        return factor
-    length = 1 if wide == "diagonal" else math.ceil(size / math.ceil(size / most))
-    block = torch.arange(size) // length
-    return factor * (block == block[:, None])
+    return factor if factor.shape[-1] <= most else factor * torch.eye(factor.shape[-1])
 
 
-def solve(rows, W, most, wide, damping=0.3, form="eigen", sharing="expand", pi=True):
-    A, G = (kept(factor, most, wide) for factor in rows.factors(sharing))
+def solve(rows, W, most, damping=0.3, form="eigen", sharing="expand", pi=True):
+    A, G = (kept(factor, most) for factor in rows.factors(sharing))
     return dense.solve_eigen(W, A, G, damping) if form == "eigen" else dense.solve_inverse(W, A, G, damping, pi)
 
 
-def assert_kept(model, x, options, most, wide, samples):
+def assert_kept(model, x, options, most, samples):
     """One step of natgrad against explicit Kronecker products of the factors as they are kept."""
     reference = dense.twin(model)
-    preconditioner = natgrad.Preconditioner(
-        model, natgrad.KFAC(**options, max_factor_size=most, wide=wide), damping=0.3
-    )
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options, max_factor_size=most), damping=0.3)
     (total_loss(model(x), samples) / samples).backward()
     raw = {name: W.clone() for name, W in dense.gradients(model).items()}
     preconditioner.step()
     rows = dense.capture(reference, lambda model: total_loss(model(x), samples))
-    expected = {name: solve(rows[name], W, most, wide, **options) for name, W in raw.items()}
+    expected = {name: solve(rows[name], W, most, **options) for name, W in raw.items()}
     dense.assert_equal(dense.gradients(model), expected)
 
 
 @DRAWN
-@given(linears(), curvatures, wides, st.integers(1, 4), st.integers(0, 99))
-def test_linear(drawn, options, wide, most, seed):
+@given(linears(), curvatures, st.integers(1, 4), st.integers(0, 99))
+def test_linear(drawn, options, most, seed):
     layer, freeze, shape, samples = drawn
     torch.manual_seed(seed)
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(layer.out_features, 2)).double()
     if freeze:
         model[0].get_parameter(freeze).requires_grad_(False)
-    assert_kept(model, torch.randn(shape).double(), options, most, wide, samples)
+    assert_kept(model, torch.randn(shape).double(), options, most, samples)
 
 
 @DRAWN
-@given(convolutions(), curvatures, wides, st.integers(1, 9), st.integers(0, 99))
-def test_convolution(drawn, options, wide, most, seed):
+@given(convolutions(), curvatures, st.integers(1, 9), st.integers(0, 99))
+def test_convolution(drawn, options, most, seed):
     layer, freeze, shape = drawn
     torch.manual_seed(seed)
     model = nn.Sequential(layer, nn.Tanh()).double()
     if freeze:
         model[0].get_parameter(freeze).requires_grad_(False)
-    assert_kept(model, torch.randn(shape).double(), options, most, wide, shape[0])
+    assert_kept(model, torch.randn(shape).double(), options, most, shape[0])
 
 
 @DRAWN
-@given(convolutions(), st.data())
-def test_rows_know_their_squares_and_columns(drawn, data):
+@given(convolutions())
+def test_rows_know_their_squares(drawn):
     layer, _, shape = drawn
     layer = layer.double()
     x, g = torch.randn(shape).double(), torch.randn(2, 6, 4).double()
@@ -79,18 +67,11 @@ def test_rows_know_their_squares_and_columns(drawn, data):
     for rows in (maps, ChannelRows(g, 3), DenseRows(g[None]), MatrixRows(g.flatten(0, 1), 2, bias=True)):
         values = rows.dense()
         torch.testing.assert_close(rows.squares(), values.square().sum((1, 2)))
-        width = values.shape[-1]
-        start = data.draw(st.integers(0, width - 1))
-        stop = data.draw(st.integers(start + 1, width))
-        some = rows.narrow(start, stop)
-        torch.testing.assert_close(some.dense(), values[..., start:stop])
-        torch.testing.assert_close(some.squares(), values[..., start:stop].square().sum((1, 2)))
-        torch.testing.assert_close(some.pool(), values[..., start:stop].sum(2))
-        own = values[..., start:stop].flatten(1, 2)
         for scale, overwrite in ((2.0, True), (0.5, False)):
-            out = torch.ones(len(own), stop - start, stop - start).double()
+            own = values.flatten(1, 2)
+            out = torch.ones(len(own), own.shape[-1], own.shape[-1]).double()
             expected = (0 if overwrite else 1) + scale * own.mT @ own
-            some.add_gram_(out, scale=scale, overwrite=overwrite)
+            rows.add_gram_(out, scale=scale, overwrite=overwrite)
             torch.testing.assert_close(out.tril(), expected.tril())
     assert isinstance(maps, PatchRows) or not layer.weight.requires_grad
 
@@ -102,24 +83,16 @@ def test_squares_of_halves_are_summed_piece_by_piece_in_float32():
     assert (sum_squares(rows, 1) == 2.0**20 * 300.0**2).all()
 
 
-@pytest.mark.parametrize(("size", "most"), [(10, 4), (5, 4), (12, 4), (7, 1), (50257, 8192)])
-def test_blocks_are_as_few_and_as_equal_as_can_be(size, most):
-    blocks = Blocks(size, math.ceil(size / most))
-    assert blocks.length <= most
-    assert size <= blocks.count * blocks.length < size + blocks.count
-
-
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
-@pytest.mark.parametrize("wide", ["diagonal", "blocks"])
-def test_many_steps_with_running_averages(form, wide):
+def test_many_steps_with_running_averages(form):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7)).double()
     twin = dense.twin(model)
     preconditioner = natgrad.Preconditioner(
-        model, natgrad.KFAC(form=form, max_factor_size=4, wide=wide), damping=0.1, refresh=natgrad.Refresh(inverses=1)
+        model, natgrad.KFAC(form=form, max_factor_size=4), damping=0.1, refresh=natgrad.Refresh(inverses=1)
     )
     reference, fold = dense.KFAC(form=form, damping=0.1), dense.KFAC._fold
-    reference._fold = lambda name, fresh: fold(reference, name, tuple(kept(factor, 4, wide) for factor in fresh))
+    reference._fold = lambda name, fresh: fold(reference, name, tuple(kept(factor, 4) for factor in fresh))
     for step in range(4):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
         model.zero_grad()
@@ -135,11 +108,10 @@ def table(model, curvature):
 
 def test_explain_shows_the_choice():
     model = nn.Sequential(nn.Linear(3, 9), nn.Linear(9, 4))
-    for wide, words in (("diagonal", "diagonal"), ("blocks", "in 2 blocks of 5")):
-        rows = table(model, natgrad.KFAC(max_factor_size=8, wide=wide))
-        assert f"G {words}" in rows["0.weight"].curvature
-        assert f"A {words}" in rows["1.weight"].curvature
-        assert "A " not in rows["0.weight"].curvature
+    rows = table(model, natgrad.KFAC(max_factor_size=8))
+    assert "G diagonal" in rows["0.weight"].curvature
+    assert "A diagonal" in rows["1.weight"].curvature
+    assert "A " not in rows["0.weight"].curvature
     full = table(model, natgrad.KFAC())
     assert all(word not in row.curvature for row in full.values() for word in ("A ", "G "))
     assert full["0.weight"].bytes > rows["0.weight"].bytes
@@ -157,12 +129,11 @@ def test_layers_with_equal_sides_share_a_stack():
     assert preconditioner.parts.groups[1].curvature is curvature
 
 
-@pytest.mark.parametrize("wide", ["diagonal", "blocks"])
-def test_the_state_resumes(wide):
+def test_the_state_resumes():
     def trained(steps, state=None):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7)).double()
-        preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(max_factor_size=4, wide=wide), damping=0.1)
+        preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(max_factor_size=4), damping=0.1)
         if state:
             preconditioner.load_state_dict(state)
         for step in steps:
@@ -182,7 +153,7 @@ def test_bad_sizes(value):
     with pytest.raises(ValueError, match="max_factor_size"):
         natgrad.KFAC(max_factor_size=value)
     with pytest.raises(ValueError, match="wide"):
-        natgrad.KFAC(wide="sparse")
+        natgrad.KFAC(wide="blocks")
 
 
 def test_no_limit():

@@ -90,16 +90,16 @@ def solve(W, F, size, damping=0.3, form="eigen"):
     return solver(W[None], C[None], R[None], damping)[0]
 
 
-def block(model, found, samples, *, most=8192, wide="diagonal", padding=None, sharing="expand"):
+def block(model, found, samples, *, most=8192, padding=None, sharing="expand"):
     """The block of the tied weight, with the bias as the last column: F = G ⊗ A + D ⊗ E."""
     size, columns = model.embedding.weight.shape[0], D + int(model.heads[0].bias is not None)
     F = torch.zeros(size * columns, size * columns).double()
     if found[0]:
         first, second = lookups(found[0], samples, size, columns, padding=padding, sharing=sharing)
-        F += torch.kron(first, kept(second, most, wide))
+        F += torch.kron(first, kept(second, most))
     if found[1]:
         first, second = heads(found[1], samples, columns, sharing=sharing)
-        F += torch.kron(kept(first, most, wide), kept(second, most, wide))
+        F += torch.kron(kept(first, most), kept(second, most))
     return F
 
 
@@ -109,15 +109,15 @@ def stacked(model):
 
 
 def assert_tied(model, loss, samples, *, divisor=None, count=None, reduction="mean", padding=None, **options):
-    most, wide = options.get("max_factor_size", 8192), options.get("wide", "diagonal")
-    sharing, form = options.get("sharing", "expand"), options.get("form", "eigen")
+    most, sharing = options.get("max_factor_size", 8192), options.get("sharing", "expand")
+    form = options.get("form", "eigen")
     found = look(model, loss)
     preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options), damping=0.3, reduction=reduction)
     model.zero_grad()
     (loss(model) / (divisor or samples)).backward()
     W = stacked(model)
     preconditioner.step(count=count)
-    F = block(model, found, samples, most=most, wide=wide, padding=padding, sharing=sharing)
+    F = block(model, found, samples, most=most, padding=padding, sharing=sharing)
     assert dense.relative_error(stacked(model), solve(W, F, len(W), form=form)) < 1e-9
     return F
 
@@ -130,10 +130,9 @@ def assert_tied(model, loss, samples, *, divisor=None, count=None, reduction="me
     st.integers(1, 2),
     st.booleans(),
     st.integers(2, 7),
-    st.sampled_from(["diagonal", "blocks"]),
     st.integers(0, 99),
 )
-def test_embeddings_and_heads(options, bias, padding, count, both, most, wide, seed):
+def test_embeddings_and_heads(options, bias, padding, count, both, most, seed):
     model = Language(bias=bias, heads=count, padding=padding).double()
     torch.manual_seed(seed)
     ids, more = torch.randint(V, (3, LENGTH)), torch.randint(V, (3, LENGTH)) if both else None
@@ -143,7 +142,6 @@ def test_embeddings_and_heads(options, bias, padding, count, both, most, wide, s
         3,
         padding=padding,
         max_factor_size=most,
-        wide=wide,
         **options,
     )
 
@@ -396,7 +394,7 @@ def test_why_tied_modules_are_left_out():
     assert not left["mix.weight"]
 
 
-@pytest.mark.parametrize("options", [{}, {"form": "inverse"}, {"wide": "blocks", "max_factor_size": 64}])
+@pytest.mark.parametrize("options", [{}, {"form": "inverse"}, {"max_factor_size": 64}])
 def test_a_large_vocabulary_takes_no_more_than_its_weight(options):
     size = 50_000
     model = Language(size=size, bias=True)

@@ -116,7 +116,7 @@ OTHERS = {
     "KBFGS.pair_decay": (natgrad.KBFGS(), natgrad.KBFGS(pair_decay=0.5)),
     "KFAC.warm": (natgrad.KFAC(form="iterative"), natgrad.KFAC(form="iterative", tolerance=0.5)),
     "KFAC.warm of A alone": tuple(natgrad.KFAC(form="iterative", sides="a", iterations=own) for own in (2, 3)),
-    "KFAC.pi of an embedding": tuple(natgrad.KFAC(form="inverse", wide="blocks", pi=own) for own in (True, False)),
+    "KFAC.pi of an embedding": tuple(natgrad.KFAC(form="inverse", pi=own) for own in (True, False)),
 }
 """Curvatures of two ranks, by what an error calls the difference, of a linear layer or of another kind."""
 

@@ -84,7 +84,7 @@ def test_data_parallelism(ranks):
 
 @pytest.mark.parametrize("reduction", ["mean", "tokens"])
 def test_the_state_resumes_on_other_ranks(ranks, reduction):
-    options = {"max_factor_size": 4, "wide": "blocks"}
+    options = {"max_factor_size": 4}
     expected = train(options, reduction, False, range(6))
     saved = ranks.run(2, train, options, reduction, False, range(3))[0]
     for count in (1, 2, 4):

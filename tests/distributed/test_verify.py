@@ -127,9 +127,6 @@ def verify_in_sharded_training(case):
                 before = everything(training)
                 report = training.preconditioner.verify(tuple(map(share, batch(7))), loss_of)
                 after = everything(training)
-                # A rule has its name there, which is no number to compare.
-                rules = [seen["preconditioner"].pop("damping") for seen in (before, after)]
-                assert rules[0] == rules[1]
                 torch.testing.assert_close(after, before, rtol=0, atol=0)
                 reports = [(row.layer, row.gradient, row.factors or 0.0) for row in report.rows]
         ends.append(training.parameters())

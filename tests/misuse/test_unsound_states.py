@@ -113,7 +113,6 @@ def test_a_factor_that_cannot_be_one_is_refused_with_its_name_and_changes_nothin
     [
         (EKFAC(), KEY, "S"),
         (KFAC(max_factor_size=30), KEY, "A"),
-        (KFAC(max_factor_size=30, wide="blocks"), KEY, "A"),
         (UnitWise(form="diag"), "1.weight", "F"),
         (UnitWise(form="unit"), "1.weight", "F"),
         (UnitWise(form="full"), "1.weight", "F"),
@@ -121,7 +120,7 @@ def test_a_factor_that_cannot_be_one_is_refused_with_its_name_and_changes_nothin
     ],
     ids=repr,
 )
-def test_negative_diagonals_blocks_and_second_moments_are_refused(curvature, key, name):
+def test_negative_diagonals_and_second_moments_are_refused(curvature, key, name):
     run = Run({key.removesuffix(".weight"): curvature}, placement="comm-opt").train()
     before = run.preconditioner.state_dict()
     with pytest.raises(ValueError, match=rf"\['{name}'\]=.*(nonnegative|semi-definite)"):

@@ -107,7 +107,7 @@ def test_the_trace_of_rank_one():
         assert numbers(preconditioner, "trace")[key] == pytest.approx(float(expected), rel=1e-12)
 
 
-@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.KFAC(max_factor_size=4, wide="blocks"), natgrad.EKFAC()])
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.KFAC(max_factor_size=4), natgrad.EKFAC()])
 def test_drift_and_norm_are_those_of_whole_matrices(curvature):
     """A layer's blocks count together, and its factors apart."""
     preconditioner = trained(curvature, steps=2)
@@ -161,13 +161,6 @@ def test_the_error_of_a_good_basis_does_not_cancel():
     off, _ = natgrad.curvature.sides.Full().off_diagonal(torch.cat([X, X]).tril(), torch.eye(20).expand(2, -1, -1))
     exact = (X[0] - torch.diag(X[0].diagonal())).square().sum()
     assert off.tolist() == pytest.approx([float(exact)] * 2)
-
-
-def test_of_blocks_along_a_side_each_has_its_basis():
-    preconditioner = trained(
-        natgrad.KFAC(max_factor_size=4, wide="blocks"), steps=5, refresh=natgrad.Refresh(inverses=3)
-    )
-    assert all(0 < share < 1 for share in numbers(preconditioner, "basis").values())
 
 
 @pytest.mark.parametrize(

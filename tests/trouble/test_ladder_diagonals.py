@@ -37,11 +37,9 @@ def test_kronecker_factors(curvature):
         torch.testing.assert_close(own, diagonals(torch.kron(g, a)))
 
 
-@pytest.mark.parametrize("wide", ["diagonal", "blocks"])
-def test_wide_sides(wide):
-    """Blocks of 3 and 2 columns of 5, the last of them padded."""
+def test_wide_sides():
     module = nn.Linear(5, O, bias=False).double()
-    curvature = natgrad.KFAC(max_factor_size=4, wide=wide)
+    curvature = natgrad.KFAC(max_factor_size=4)
     preconditioner = natgrad.Preconditioner(module, curvature, damping=0.1)
     x = draw(B, 5)
     module(x).square().sum().div(B).backward()

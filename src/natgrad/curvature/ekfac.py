@@ -49,7 +49,7 @@ class EKFAC(KFAC):
         factor_decay: float = 0.95,
         likelihood: str | Likelihood | None = None,
         max_factor_size: int | None = 8192,
-        wide: Literal["diagonal", "blocks", "optimizer"] = "diagonal",
+        wide: Literal["diagonal", "optimizer"] = "diagonal",
     ) -> None:
         """Choose the variant.
 
@@ -102,10 +102,9 @@ class EKFAC(KFAC):
         s is 1 where S was measured and 0 before the first basis, so that the ratio S / s of the running averages is
         bias-corrected from the start of S.
         """
-        shape = self.G.eigenvalues(d_out), self.A.eigenvalues(d_in)
         S = Statistic(
             "S",
-            shape,
+            (d_out, d_in),
             source="both",
             gradient_power=2,
             needs_computed=self._bases,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from math import ceil
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -12,10 +11,8 @@ from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
-from natgrad.curvature.inputs import InputKFAC
 from natgrad.curvature.likelihood import Likelihood
-from natgrad.curvature.narrow_sides import Blocks, Diagonal
-from natgrad.curvature.sides import Form, Full, Side
+from natgrad.curvature.sides import Diagonal, Form, Full, Side
 from natgrad.curvature.tables import TableKFAC
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
@@ -36,15 +33,14 @@ class KFAC(Curvature):
     """Kronecker-factored curvature.
 
     ``A = (1/B) Σ_n Σ_t a aᵀ`` and ``G = (1/(B T)) Σ_n Σ_t g gᵀ`` over samples n and positions t (Grosse & Martens
-    2016). A factor that is too large to store, such as a vocabulary's, is reduced to its diagonal or diagonal blocks.
+    2016). A factor that is too large to store, such as a vocabulary's, is reduced to its diagonal.
 
     Attributes:
         A: How the factor of the inputs is stored.
-        G: How the factor of the outputs is stored.
+        G: How the factor of the outputs is stored; unused with ``sides="a"``.
     """
 
     takes_narrow = True
-    diagonal_reads = ("A", "G")
 
     def __init__(
         self,
@@ -57,7 +53,7 @@ class KFAC(Curvature):
         sides: Literal["both", "a"] = "both",
         pi: bool = True,
         max_factor_size: int | None = 8192,
-        wide: Literal["diagonal", "blocks", "optimizer"] = "diagonal",
+        wide: Literal["diagonal", "optimizer"] = "diagonal",
         tolerance: float | None = None,
         iterations: int | None = None,
     ) -> None:
@@ -81,8 +77,8 @@ class KFAC(Curvature):
                 (Pauloski 2022, eq. 9-10).
             max_factor_size: The largest number of inputs (with the bias's constant 1) or outputs with a full factor;
                 None: any number.
-            wide: How larger factors are stored. "diagonal": the diagonal. "blocks": square blocks along the diagonal,
-                as few and as equal as `max_factor_size` allows (THOR). "optimizer": the layer is left to the optimizer.
+            wide: How larger factors are stored. "diagonal": the diagonal. "optimizer": the layer is left to the
+                optimizer.
             tolerance: The residual at which "iterative" and "newton-schulz" stop. "iterative":
                 ``‖A - Q diag(v) Qᵀ‖ / ‖A‖``, default 0.1, about the change of a running average by one batch in
                 twenty. "newton-schulz": ``‖I - (A + γI) X‖``, default 0.01.
@@ -96,7 +92,7 @@ class KFAC(Curvature):
         require_one_of("sharing", sharing, "expand", "reduce")
         require(isinstance(pi, bool), "pi", pi, "True or False")
         check_whole("max_factor_size", max_factor_size, 1, optional=True)
-        require_one_of("wide", wide, "diagonal", "blocks", "optimizer")
+        require_one_of("wide", wide, "diagonal", "optimizer")
         require_one_of("sides", sides, "both", "a")
         require(sides == "both" or fisher == "empirical", "fisher", fisher, "'empirical' with sides='a', as A has no g")
         self.form, self.fisher, self.sharing, self.sides = form, fisher, sharing, sides
@@ -104,6 +100,7 @@ class KFAC(Curvature):
         self.warm = _warm(form, tolerance, iterations)
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.sum_positions = sharing == "reduce"
+        self.diagonal_reads = self.trace_reads = ("A", "G") if sides == "both" else ("A",)
         self.max_factor_size, self.wide = max_factor_size, wide
         self.A: Side = Full()
         self.G: Side = Full()
@@ -138,20 +135,13 @@ class KFAC(Curvature):
             return f"{widest} wide, more than max_factor_size={self.max_factor_size}, and wide='optimizer'"
         key = (A, G, *sorted(uses))
         if key not in self._variants:
-            self._variants[key] = self._variant(self._with_sides(A, G), uses)
+            factors = self._with_sides(A, G)
+            self._variants[key] = factors if uses == {"matrix"} else TableKFAC(factors, heads="matrix" in uses)
         return self._variants[key]
 
-    def _variant(self, factors: KFAC, uses: Collection[str]) -> Curvature:
-        if self.sides == "a":
-            return InputKFAC(factors)
-        return factors if set(uses) == {"matrix"} else TableKFAC(factors, heads="matrix" in uses)
-
     def _side(self, size: int) -> Side | None:
-        most = self.max_factor_size
-        if most is None or size <= most:
+        if self.max_factor_size is None or size <= self.max_factor_size:
             return Full()
-        if self.wide == "blocks":
-            return Blocks(size, ceil(size / most))
         return Diagonal() if self.wide == "diagonal" else None
 
     def _with_sides(self, A: Side, G: Side) -> Self:
@@ -163,10 +153,10 @@ class KFAC(Curvature):
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
         """Return the factors A, a mean over samples, and G, a mean over samples and positions."""
-        return (
-            self.A.statistic("A", d_in, source="inputs", per="sample", gradient_power=0),
-            self.G.statistic("G", d_out, source="gradients", per="position", gradient_power=2),
-        )
+        A = self.A.statistic("A", d_in, source="inputs", per="sample", gradient_power=0)
+        if self.sides == "a":
+            return (A,)
+        return A, self.G.statistic("G", d_out, source="gradients", per="position", gradient_power=2)
 
     @property
     def _decomposition(self) -> Form:
@@ -176,6 +166,7 @@ class KFAC(Curvature):
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
         """Return a task for A and one for G, so that two ranks can share a layer (Pauloski 2022, section 4.3)."""
         balanced = self._decomposition == "inverse" and self.pi
+        factors = [("A", "G", self.A, d_in), ("G", "A", self.G, d_out)]
         return tuple(
             Task(
                 name=name,
@@ -185,7 +176,7 @@ class KFAC(Curvature):
                 cost=side.cost(size) * _COST[self.form],
                 needs_previous=self.warm is not None and side.matrices,
             )
-            for name, other, side, size in (("A", "G", self.A, d_in), ("G", "A", self.G, d_out))
+            for name, other, side, size in (factors[:1] if self.sides == "a" else factors)
         )
 
     @override
@@ -231,6 +222,11 @@ class KFAC(Curvature):
         damping: float,
     ) -> Tensor:
         A, G = self.A, self.G
+        if self.sides == "a":
+            if self._decomposition == "inverse":
+                return A.multiply(gradient, computed, "A")
+            rotated = A.rotate(gradient, computed, "A") / (computed["vA"][:, None, :] + damping)
+            return A.rotate_back(rotated, computed, "A")
         if self._decomposition == "inverse":
             if A == G == Full():
                 return linalg.solve_inverse(gradient, computed["inverse_A"], computed["inverse_G"])
@@ -244,17 +240,16 @@ class KFAC(Curvature):
         # A diagonal side may return a transpose, but the gradient of a grouped convolution must be contiguous.
         return A.rotate_back(G.rotate_back(rotated.mT, computed, "G").mT, computed, "A").contiguous()
 
-    trace_reads = ("A", "G")
-
     def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
-        """Return tr A · tr G."""
-        return self.A.trace(averages["A"]) * self.G.trace(averages["G"])
+        """Return tr A · tr G, with the identity as G for ``sides="a"``."""
+        return self.A.trace(averages["A"]) * (d_out if self.sides == "a" else self.G.trace(averages["G"]))
 
     @property
     def off_diagonal_reads(self) -> tuple[str, ...] | None:  # type: ignore[override]
         """In the eigen forms, the factors that have eigenvectors."""
-        sides = {"A": self.A, "G": self.G} if self._decomposition == "eigen" else {}
-        return tuple(name for name, side in sides.items() if side.matrices) or None
+        sides = {"A": self.A} if self.sides == "a" else {"A": self.A, "G": self.G}
+        names = tuple(name for name, side in sides.items() if side.matrices)
+        return names if names and self._decomposition == "eigen" else None
 
     @override
     def off_diagonal(
@@ -269,8 +264,9 @@ class KFAC(Curvature):
         return computed["vG"][:, :, None] * computed["vA"][:, None, :]
 
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        """Return diag(G) ⊗ diag(A)."""
-        return self.G.diagonal(averages["G"])[:, :, None] * self.A.diagonal(averages["A"])[:, None, :]
+        """Return diag(G) ⊗ diag(A), with the identity as G for ``sides="a"``."""
+        A = self.A.diagonal(averages["A"])[:, None, :]
+        return A if self.sides == "a" else self.G.diagonal(averages["G"])[:, :, None] * A
 
 
 def _warm(form: str, tolerance: float | None, iterations: int | None) -> Warm | None:

@@ -1,4 +1,4 @@
-"""How one of K-FAC's two factors is stored: in full, or in a reduced form (`narrow_sides`).
+"""How one of K-FAC's two factors is stored: in full, or as its diagonal.
 
 A side declares the factor's tensors, accumulates it, decomposes or inverts it, and multiplies gradients by the result
 from the right; for the factor of the outputs the gradient is transposed. Shapes: N equal blocks, d the size of the
@@ -50,10 +50,6 @@ class Side(ABC):
     @abstractmethod
     def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
         """Return the tensors that `decompose` (form "eigen") or `invert` computes."""
-
-    def eigenvalues(self, size: int) -> int:
-        """Return the number of eigenvalues."""
-        return size
 
     @abstractmethod
     def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
@@ -110,7 +106,7 @@ class Side(ABC):
 
     @abstractmethod
     def rotate(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
-        """Return W in the eigenbasis, ``[N, r, eigenvalues]``."""
+        """Return W in the eigenbasis, ``[N, r, d]``."""
 
     @abstractmethod
     def rotate_back(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
@@ -204,3 +200,83 @@ class Full(Side):
     @override
     def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         return linalg.product(W, computed[f"inverse_{name}"])
+
+
+@dataclass(frozen=True)
+class Diagonal(Side):
+    """The factor's diagonal ``[d]``, without eigenvectors."""
+
+    @override
+    def __str__(self) -> str:
+        return "diagonal"
+
+    @property
+    @override
+    def matrices(self) -> bool:
+        return False
+
+    @override
+    def statistic(
+        self,
+        name: str,
+        size: int,
+        *,
+        source: Literal["inputs", "gradients", "both"],
+        per: Literal["sample", "position"],
+        gradient_power: Literal[0, 2],
+    ) -> Statistic:
+        return Statistic(name, (size,), source=source, per=per, gradient_power=gradient_power, nonnegative=True)
+
+    @override
+    def cost(self, size: int) -> float:
+        return float(size)
+
+    @override
+    def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(f"v{name}" if form == "eigen" else f"inverse_{name}", (size,)),)
+
+    @override
+    def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
+        out.add_(rows.squares().mul_(scale))
+
+    @override
+    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
+        factor.add_(diagonal)
+
+    @override
+    def diagonal(self, factor: Tensor) -> Tensor:
+        return factor
+
+    @override
+    def trace(self, factor: Tensor) -> Tensor:
+        return factor.sum(-1)
+
+    @override
+    def decompose(
+        self, name: str, factor: Tensor, warm: Warm | None = None, previous: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return {f"v{name}": factor}, factor.sum(-1).isfinite()
+
+    @override
+    def invert(
+        self,
+        name: str,
+        factor: Tensor,
+        damping: Tensor,
+        warm: Warm | None = None,
+        previous: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        inverse = (factor + damping[:, None]).reciprocal_()
+        return {f"inverse_{name}": inverse}, inverse.sum(-1).isfinite()
+
+    @override
+    def rotate(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return W
+
+    @override
+    def rotate_back(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return W
+
+    @override
+    def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return W * computed[f"inverse_{name}"][:, None, :]

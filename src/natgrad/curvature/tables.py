@@ -29,7 +29,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad.curvature.base import Curvature
-from natgrad.curvature.narrow_sides import Diagonal
+from natgrad.curvature.sides import Diagonal
 from natgrad.layers import Rows
 from natgrad.layers.rows import DenseRows
 from natgrad.specs import Statistic, Task

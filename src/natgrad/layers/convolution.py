@@ -15,7 +15,7 @@ from typing_extensions import override
 from natgrad.layers import gram
 from natgrad.layers.base import Layer
 from natgrad.layers.gram.windows import Window
-from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, Rows, sum_squares, sum_up, with_constant
+from natgrad.layers.rows import ChannelRows, MatrixRows, Rows, sum_squares, sum_up, with_constant
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -87,17 +87,6 @@ class KernelRows(Rows):
         squares = self.of(sum_squares(self.maps, 0)[None], bias=False).pool()[:, 0]
         return with_constant(squares, self.samples * self.positions) if self.bias else squares
 
-    def narrow(self, start: int, stop: int) -> Rows:
-        """Return the rows of the channels that the columns belong to."""
-        size, channels = prod(self.kernel_size), self.channels
-        first, last = start // size, -(-stop // size)
-        if first >= channels:
-            return DenseRows(self.maps.new_ones(self.groups, self.samples, self.positions, 1))
-        maps = self.maps.unflatten(1, (self.groups, -1))[:, :, first:last].flatten(1, 2)
-        bias = self.bias and last > channels
-        width = (min(last, channels) - first) * size + int(bias)
-        return _Cut(self.of(maps, bias=bias), width, slice(start - first * size, stop - first * size))
-
 
 class PatchRows(KernelRows):
     """The patches of a convolution on ``maps [B, C, *spatial]`` with n groups of channels."""
@@ -162,26 +151,6 @@ class PatchRows(KernelRows):
                 view = view[(slice(None),) * axis + (slice(first, first + (length - 1) * stride + 1, stride),)]
             views.append(view)
         return views
-
-
-class _Cut(Rows):
-    """The `taken` columns of `rows` with `width` columns, for rows that can only compute the Gram matrix of all."""
-
-    def __init__(self, rows: Rows, width: int, taken: slice) -> None:
-        self.rows, self.width, self.taken = rows, width, taken
-        self.samples, self.positions = rows.samples, rows.positions
-
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        whole = out.new_empty(len(out), self.width, self.width)
-        self.rows.add_gram_(whole, scale=scale, overwrite=True)
-        part = whole[:, self.taken, self.taken]
-        out.copy_(part) if overwrite else out.add_(part)
-
-    def pool(self) -> Tensor:
-        return self.rows.pool()[..., self.taken]
-
-    def dense(self) -> Tensor:
-        return self.rows.dense()[..., self.taken]
 
 
 class _Repeated(Rows):

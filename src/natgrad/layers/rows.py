@@ -43,10 +43,6 @@ class Rows(ABC):
         """Return Σ_b Σ_t x∘x ``[n, d]``, the diagonal of the Gram matrix, in at least float32."""
         return sum_squares(self.dense().flatten(1, 2), 1)
 
-    def narrow(self, start: int, stop: int) -> Rows:
-        """Return the columns `start` to `stop` of these rows."""
-        return DenseRows(self.dense()[..., start:stop])
-
     @abstractmethod
     def pool(self) -> Tensor:
         """Return the sum over positions ``[n, B, d]``, in at least float32."""
@@ -132,11 +128,6 @@ class MatrixRows(Rows):
         return with_constant(squares, len(self.matrix))[None] if self.bias else squares[None]
 
     @override
-    def narrow(self, start: int, stop: int) -> Rows:
-        bias = self.bias and stop > self.matrix.shape[1]
-        return MatrixRows(self.matrix[:, start:stop], self.samples, bias=bias)
-
-    @override
     def part(self, start: int, stop: int) -> Rows:
         rows = self.matrix[start * self.positions : stop * self.positions]
         return MatrixRows(rows, stop - start, bias=self.bias)
@@ -167,10 +158,6 @@ class ChannelRows(Rows):
     @override
     def squares(self) -> Tensor:
         return sum_squares(self.maps, (0, *range(2, self.maps.ndim))).view(self.blocks, -1)
-
-    @override
-    def narrow(self, start: int, stop: int) -> Rows:
-        return ChannelRows(self.maps.unflatten(1, (self.blocks, -1))[:, :, start:stop].flatten(1, 2), self.blocks)
 
     @override
     def part(self, start: int, stop: int) -> Rows:
@@ -224,9 +211,6 @@ class _Regrouped(Rows):
 
     def squares(self) -> Tensor:
         return self.rows.squares()
-
-    def narrow(self, start: int, stop: int) -> Rows:
-        return _Regrouped(self.rows.narrow(start, stop), self.samples)
 
     def part(self, start: int, stop: int) -> Rows:
         start, stop, size = start * self.positions, stop * self.positions, self.rows.positions

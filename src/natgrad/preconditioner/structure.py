@@ -277,7 +277,7 @@ def _remedies(layer: Layer, curvature: Curvature) -> str:
     if isinstance(curvature, KFAC):
         if curvature.form == "eigen":
             found.append('KFAC(form="inverse"), about a fifth of it')
-        found.append(f'{type(curvature).__name__}(max_factor_size={_SMALLER_SIZE}, wide="blocks")')
+        found.append(f"{type(curvature).__name__}(max_factor_size={_SMALLER_SIZE})")
     found.append(f"{{{layer.name!r}: None, ...}} as the curvature, which leaves that layer to the optimizer")
     found.append("refresh=Refresh(inverses=100) or more, for fewer refreshes")
     return f"Choose instead {', or '.join(found)}."
