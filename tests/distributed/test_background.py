@@ -144,15 +144,15 @@ class Reference(dense.KFAC):
             made = {}
             for name, sums in self.sums.items():
                 correction = 1 - self.factor_decay ** self.updates[name]
-                made[name] = self._decide(name, (sums[0] / correction, sums[1] / correction, damping(t)))
+                made[name] = self._decide(name, tuple(total / correction for total in sums), damping(t))
             self.begun, self.before = t, before
             self.held, self.made = (made, None) if first else (self.held, made)
         self.completed += 1
         return {name: self._solve(name, seen.gradient(), damping(t)) for name, seen in rows.items()}
 
-    def _decide(self, name, fresh):
+    def _decide(self, name, fresh, damping):
         """Return what of a layer is made, of what there is: without a rule all of it."""
-        return fresh
+        return fresh, damping
 
 
 def defined(case, steps=STEPS, resume=None, make=Reference):

@@ -41,16 +41,16 @@ class Drifting(Reference):
         super().__init__(case, resume)
         self.threshold, self.apart = case.rule.threshold, case.by == "factor" and self.form == "eigen"
 
-    def _decide(self, name, fresh):
+    def _decide(self, name, fresh, damping):
         if name not in self.held:
-            return fresh
-        *last, damping = self.held[name]
-        renewed = [float((X - Y).norm() / Y.norm()) >= self.threshold for X, Y in zip(fresh[:2], last, strict=True)]
+            return fresh, damping
+        last, before = self.held[name]
+        renewed = [float((X - Y).norm() / Y.norm()) >= self.threshold for X, Y in zip(fresh, last, strict=True)]
         if not self.apart:
             renewed = [any(renewed)] * 2
         self.verdicts.add(tuple(renewed))
-        A, G = (X if flag else Y for X, Y, flag in zip(fresh[:2], last, renewed, strict=True))
-        return A, G, fresh[2] if any(renewed) else damping
+        factors = tuple(X if flag else Y for X, Y, flag in zip(fresh, last, renewed, strict=True))
+        return factors, damping if any(renewed) else before
 
 
 @pytest.mark.some(2)

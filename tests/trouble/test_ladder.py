@@ -144,7 +144,9 @@ def test_down_all_rungs_and_up_again():
     curvature.inputs = 4  # the first layer, with its bias
     for x in xs[1:3]:  # the last good one, for two renewals
         fresh = reference.see(x)["2"]
-        stale = dense.solve_eigen(reference.W["0"], last[0], reference.kfac.held["0"][1], DAMPING)  # of G all is well
+        stale = dense.solve_eigen(
+            reference.W["0"], last[0][0], reference.kfac.held["0"][0][1], DAMPING
+        )  # of G all is well
         near(take(model, preconditioner, x), {"0": stale, "2": fresh})
         assert told(preconditioner) == {"0.weight": "last good", "0.bias": "last good", "2.weight": "", "2.bias": ""}
     assert fallbacks(preconditioner) == (2, 0, 0)
@@ -232,7 +234,7 @@ def test_statistics_that_are_not_finite_for_long():
         sums, updates = reference.kfac.sums["2"], reference.kfac.updates["2"]
         fresh = reference.see(x)["0"]
         reference.kfac.sums["2"], reference.kfac.updates["2"] = sums, updates
-        stale = dense.solve_eigen(reference.W["2"], *last[:2], DAMPING)
+        stale = dense.solve_eigen(reference.W["2"], *last[0], DAMPING)
         near(take(model, preconditioner, x), {"0": fresh, "2": reference.diagonal("2") if index else stale})
     assert fallbacks(preconditioner) == (1, 2, 0)
     assert preconditioner.metrics()["skipped_factors"] == 3
@@ -310,7 +312,7 @@ def test_without_the_ladder():
     near(take(model, preconditioner, xs[1]), reference.see(xs[1]))
     curvature.inputs, last = 4, reference.kfac.held["0"]
     fresh = reference.see(xs[2])["2"]
-    stale = dense.solve_eigen(reference.W["0"], last[0], reference.kfac.held["0"][1], DAMPING)
+    stale = dense.solve_eigen(reference.W["0"], last[0][0], reference.kfac.held["0"][0][1], DAMPING)
     near(take(model, preconditioner, xs[2]), {"0": stale, "2": fresh})
     poison(preconditioner, "2")
     solved = take(model, preconditioner, xs[3])
