@@ -466,7 +466,7 @@ _add(
     "broadcast_skipped",
     "Workers do not keep the decompositions that others broadcast to them.",
     "distributed/test_equality.py::test_ranks_equal_one_process",
-    ("preconditioner.refresh.tasks:_write", "job.write(spec, values)", "pass"),
+    ("preconditioner.refresh.tasks:_write", "run.write(spec, values)", "pass"),
 )
 _add(
     "ragged_gradients",
