@@ -41,6 +41,8 @@ class KFAC(Curvature):
     """
 
     takes_narrow = True
+    diagonal_reads: tuple[str, ...] | None = ("A", "G")
+    trace_reads: tuple[str, ...] | None = ("A", "G")
 
     def __init__(
         self,
@@ -100,7 +102,8 @@ class KFAC(Curvature):
         self.warm = _warm(form, tolerance, iterations)
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.sum_positions = sharing == "reduce"
-        self.diagonal_reads = self.trace_reads = ("A", "G") if sides == "both" else ("A",)
+        if sides == "a":
+            self.diagonal_reads = self.trace_reads = ("A",)
         self.max_factor_size, self.wide = max_factor_size, wide
         self.A: Side = Full()
         self.G: Side = Full()
