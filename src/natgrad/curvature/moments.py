@@ -8,7 +8,7 @@ from torch import Tensor
 
 from natgrad.curvature.sides import Side
 from natgrad.layers import Rows
-from natgrad.linalg.device import by_device
+from natgrad.linalg.device import on_host
 
 _HOST_PIECE, _ACCELERATOR_PIECE = 1 << 20, 1 << 24
 """About how many elements of rows and per-sample gradients are processed at once: to fit a cache, or to fill a GPU."""
@@ -35,7 +35,7 @@ def add_moments_(
     T = inputs.positions
     o, i = S.shape[1:]
     size = len(S) * (T * (o + i) + (o * i if T > 1 else 0))
-    step = max(1, by_device(S, host=_HOST_PIECE, accelerator=_ACCELERATOR_PIECE) // size)
+    step = max(1, (_HOST_PIECE if on_host(S) else _ACCELERATOR_PIECE) // size)
     for start in range(0, inputs.samples, step):
         stop = min(start + step, inputs.samples)
         a_rows, g = inputs.part(start, stop), gradients.part(start, stop).dense().to(S.dtype)  # [n, B, T, d]

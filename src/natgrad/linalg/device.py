@@ -1,4 +1,4 @@
-"""Decisions that depend on the kind of device: reading values on the host, and sizes of pieces of work."""
+"""What depends on the kind of device: reading values on the host, and the memory."""
 
 from __future__ import annotations
 
@@ -32,8 +32,3 @@ def memory_of(device: torch.device) -> int | None:
 def known_all(mask: Tensor) -> bool:
     """Return whether all of a mask is true; False on an accelerator, where reading it would synchronize."""
     return on_host(mask) and bool(mask.all())
-
-
-def by_device(place: Tensor | torch.device, *, host: int, accelerator: int) -> int:
-    """Return the number for a device: for a CPU pieces that fit a cache, for an accelerator few calls."""
-    return host if on_host(place) else accelerator

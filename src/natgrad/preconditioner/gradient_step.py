@@ -11,13 +11,10 @@ from torch import Tensor
 from natgrad.capture.reductions import Count
 from natgrad.distributed.fsdp import collect_rows, held_rows
 from natgrad.layers import Slot
-from natgrad.linalg.device import known_all
-from natgrad.linalg.joined import joined, parted, together
 from natgrad.preconditioner.epochs import add_gradients
 from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.fallback import FallbackPolicy
-from natgrad.preconditioner.guard.guard import BlockFailures
 from natgrad.preconditioner.parts import Parts
 
 # Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.
@@ -49,29 +46,29 @@ class GradientStep:
         """Precondition the gradients on their workers, share the results, clip them and write them back.
 
         Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all
-        groups, the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of groups that are
-        processed together. `scale` is the factor that `reduce` returned.
+        groups, the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of one group. `scale` is
+        the factor that `reduce` returned.
         """
         parts, progress = self._parts, self._parts.progress
         with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):
             fallback, everything = self._fallback_policy(), self._collect()
             for bucket in _buckets(everything):
                 received = self._receive_rows(bucket)
-                workers = [entry for entry in bucket if entry.group.role.is_gradient_worker]
-                for entries in together(workers, _kind, lambda entry: entry.nbytes):
-                    _copy([entry.gather(received) for entry in entries])
-                    for entry in entries:
+                for entry in bucket:
+                    if entry.group.role.is_gradient_worker:
+                        entry.gather(received)
                         started = perf_counter()
                         add_gradients(entry.group, entry.W, entry.blocks)
                         entry.V = entry.group.solve(entry.members, entry.W, damping)
                         entry.group.charge(entry.members, perf_counter() - started)
-                    fallback.replace_unsound(entries, damping)
+                        fallback.replace_unsound(entry, damping)
                 del received  # before the next ones are collected
             if parts.shares_work:
                 share(everything, parts.structure.plan, parts.runtime, parts.failure_counters)
             self._clear_nonfinite(everything)
             parts.clip.apply(everything, scale, parts.scaling.of_layer)
-            self._write(everything)
+            for entry in everything:
+                entry.write()
 
     def _fallback_policy(self) -> FallbackPolicy:
         parts, progress = self._parts, self._parts.progress
@@ -111,32 +108,13 @@ class GradientStep:
 
     def _clear_nonfinite(self, entries: Sequence[GroupGradients]) -> None:
         """Make gradients that are not finite zero, and count them and the layers that fell back."""
-        for some in together(entries, lambda entry: (entry.inner.device, None)):
-            inner = [entry.inner for entry in some]
-            finite = joined(inner).isfinite()
-            for entry, failed in zip(some, parted(~finite, inner), strict=True):
-                entry.failed = failed
-            for entry in () if known_all(finite) else some:
-                entry.clear_(entry.failed)
         counters = self._parts.failure_counters
-        counters.count_skipped_gradients([BlockFailures(entry.group, entry.blocks, entry.failed) for entry in entries])
-        counters.count_bounded_gradients((entry.group, entry.blocks) for entry in entries)
-        counters.record_levels([(entry.group, entry.members, entry.layer_levels) for entry in entries])
-
-    def _write(self, entries: Sequence[GroupGradients]) -> None:
-        """Write the preconditioned gradients into ``.grad``, in place."""
-        _copy([entry.write() for entry in entries])
-
-
-def _copy(pairs: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
-    """Copy the second tensors of all pairs to the first ones."""
-    targets = [target for some, _ in pairs for target in some]
-    if targets:  # there may be none: other ranks expect a result even for a layer that no rank has used
-        torch._foreach_copy_(targets, [source for _, some in pairs for source in some])
-
-
-def _kind(entry: GroupGradients) -> tuple[torch.device, object]:
-    return entry.device, (entry.dtype, entry.group.curvature.positive_definite)
+        for entry in entries:
+            entry.failed = ~entry.inner.isfinite()
+            entry.clear_(entry.failed)
+            counters.count_skipped_gradients(entry.group, entry.blocks, entry.failed)
+            counters.count_bounded_gradients(entry.group, entry.blocks)
+            counters.record_levels(entry.group, entry.members, entry.layer_levels)
 
 
 def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]]:

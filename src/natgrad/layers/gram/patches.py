@@ -9,7 +9,7 @@ from torch import Tensor
 from natgrad.layers.gram.lags import add_lag_gram_
 from natgrad.layers.gram.rows import add_bias_row_, add_column_grams_, add_row_gram_
 from natgrad.layers.gram.windows import Window, pieces
-from natgrad.linalg.device import by_device, on_host
+from natgrad.linalg.device import on_host
 
 _CPU_PIECE, _GPU_PIECE = 1 << 18, 1 << 24
 """Elements to copy at a time, to fit a core's cache or to fill a GPU."""
@@ -123,4 +123,4 @@ def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
 
 
 def _piece(out: Tensor) -> int:
-    return by_device(out, host=_CPU_PIECE, accelerator=_GPU_PIECE)
+    return _CPU_PIECE if on_host(out) else _GPU_PIECE

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
-from natgrad.linalg.joined import joined, together
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.state.failures import Level
 
@@ -58,15 +57,11 @@ class Clip:
         clipped = [entry for entry in entries if not entry.group.curvature.is_normalized]
         if self.bound is None or not clipped:
             return
-        rates, totals = self._rates(), []
-        for some in together(clipped, lambda entry: (entry.inner.device, None)):
-            inner, levels = joined([entry.inner for entry in some]), joined([entry.levels for entry in some])
-            squares = joined([_squared_rates(entry, rates, layer_scale) for entry in some])
-            counts = ~joined([entry.failed for entry in some]) & (levels > Level.PLAIN)
-            totals.append(torch.where(counts, inner.abs() * squares, 0).sum())
-        total = totals[0]
-        for other in totals[1:]:
-            total = total + other.to(total)
+        rates, total = self._rates(), torch.zeros_like(clipped[0].inner[0])
+        for entry in clipped:
+            counts = ~entry.failed & (entry.levels > Level.PLAIN)
+            squares = entry.inner.abs() * _squared_rates(entry, rates, layer_scale)
+            total += torch.where(counts, squares, 0).sum().to(total)
         nu = self.last = (self.bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
         for entry in clipped:
             entry.scale_(nu)

@@ -70,20 +70,14 @@ class GroupGradients:
         self.blocks = self.group.blocks_of(self.members)
 
     @property
-    def nbytes(self) -> int:
-        """The size of the raw gradients."""
-        group = self.group
-        return sum(self.counts) * group.outputs * group.inputs * self.dtype.itemsize
-
-    @property
     def layer_levels(self) -> Tensor:
         """The `Level` of each layer ``[m]``."""
         if len(self.levels) == len(self.members):
             return self.levels
         return self.levels[tensor_on(self.levels.device, [0, *accumulate(self.counts[:-1])])]
 
-    def gather(self, received: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Allocate `W`, and return parts of it, and the values of ``.grad`` to copy into each.
+    def gather(self, received: Mapping[int, Tensor]) -> None:
+        """Copy the values of ``.grad`` to `W`.
 
         The values of sharded parameters are the `received` ones, by the parameter's ``id``. A missing gradient of a
         weight or bias counts as zero.
@@ -99,7 +93,7 @@ class GroupGradients:
             rows, place = layer.align(slot, received.get(id(slot.parameter), gradient), view)
             targets.append(place)
             sources.append(rows)
-        return targets, sources
+        _copy(targets, sources)
 
     def clear_(self, bad: Tensor) -> None:
         """Make V zero where it is `bad` ``[n]``. Workers clear what other ranks hold."""
@@ -114,8 +108,8 @@ class GroupGradients:
         for rows in self.held or ():
             rows.values.mul_(factors[rows.block])
 
-    def write(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return parts of ``.grad``, and the values of V for each."""
+    def write(self) -> None:
+        """Copy the values of V to ``.grad``, in place."""
         targets, sources = [], []
         for share in self.held or ():
             rows = held_rows(share.slot, share.rows)
@@ -128,4 +122,9 @@ class GroupGradients:
                 target, values = gradient_target(layer, slot, gradient, view)
                 targets.append(target)
                 sources.append(values)
-        return targets, sources
+        _copy(targets, sources)
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:  # there may be none: other ranks expect a result even for a layer that no rank has used
+        torch._foreach_copy_(targets, sources)

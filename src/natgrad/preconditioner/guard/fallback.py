@@ -9,7 +9,6 @@ update.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
-from natgrad.linalg.joined import joined, parted, write_
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.state.failures import FailureState, Level
 
@@ -51,55 +49,46 @@ class FallbackPolicy:
     skip_step: Tensor | None = None
     step: int = 0
 
-    def replace_unsound(self, entries: Sequence[GroupGradients], damping: float) -> None:
-        """Replace the unsound preconditioned gradients of some layers, and set ⟨V, W⟩ and the levels.
+    def replace_unsound(self, entry: GroupGradients, damping: float) -> None:
+        """Replace the unsound preconditioned gradients of a group, and set ⟨V, W⟩ and the levels.
 
-        They are of one device, dtype and definiteness. Their raw gradients are dropped.
+        The raw gradients are dropped.
         """
-        for entry in entries:
-            entry.inner, entry.levels = dots(entry.V, entry.W), self._best_levels(entry)
+        entry.inner, entry.levels = dots(entry.V, entry.W), self._best_levels(entry)
         if self.guard.ladder:
-            self._replace(entries, damping)
-        for entry in entries:
-            del entry.W
-            entry.levels = _worst_of_layers(entry)
+            self._replace(entry, damping)
+        del entry.W
+        entry.levels = _worst_of_layers(entry)
 
-    def _replace(self, entries: Sequence[GroupGradients], damping: float) -> None:
-        """Replace what is unsound, with the masks of all entries as one vector."""
-        waits = not on_host(entries[0].W)  # whether the host would have to wait for the device
-        inners = [entry.inner for entry in entries]
-        inner, levels = joined(inners), joined([entry.levels for entry in entries])
+    def _replace(self, entry: GroupGradients, damping: float) -> None:
+        waits = not on_host(entry.W)  # whether the host would have to wait for the device
+        failures, inner, levels = entry.group.failures, entry.inner, entry.levels
         natural = (levels == Level.FRESH) | (levels == Level.STALE)
-        positive = inner > 0 if entries[0].group.curvature.positive_definite else inner > -math.inf
+        positive = inner > 0 if entry.group.curvature.positive_definite else inner > -math.inf
         sound = natural & positive & (inner < math.inf)  # V and W are finite too
-        any_invalid = any(entry.group.failures.has_invalid for entry in entries)
-        if not self.measures and not any_invalid and known_all(sound):
+        if not self.measures and not failures.has_invalid and known_all(sound):
             return
-        square = joined([dots(entry.W, entry.W) for entry in entries])
+        square = dots(entry.W, entry.W)
         finite = square < math.inf
         natural = natural & finite
         # ⟨V, W⟩ is zero, and no failure, if the gradient is zero or tiny.
         unsound = natural & ~sound & ~((inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5))
-        if not self.measures and not any_invalid and known_all(natural & ~unsound):
+        if not self.measures and not failures.has_invalid and known_all(natural & ~unsound):
             return
-        known = [(entry.group.failures.allocate_invalid(inner.device), entry.blocks) for entry in entries]
-        invalid = joined([flags[blocks] for flags, blocks in known])
-        invalid = invalid | unsound
-        write_(known, invalid)
-        for entry in entries:
-            entry.group.failures.has_invalid = self._knows_of_invalid(entry.group.failures, waits=waits)
+        known = failures.allocate_invalid(inner.device)
+        invalid = known[entry.blocks] | unsound
+        known[entry.blocks] = invalid
+        failures.has_invalid = self._knows_of_invalid(failures, waits=waits)
         if self.measures:
-            self._measure(entries, natural & ~invalid)
+            self._measure(entry, natural & ~invalid)
         lost = (natural & invalid) | (finite & (levels == Level.DIAGONAL))
         # The diagonal is computed if the host knows that it is needed. On a CPU it can check at once.
         if not waits and not bool(lost.any()):
             return
-        for entry, norms, gone in zip(entries, parted(square, inners), parted(lost, inners), strict=True):
-            failing = entry.group.failures.has_invalid or Level.DIAGONAL in self._refresh_levels(entry)
-            diagonal = failing or not waits
-            V, inner, levels = self._fallback(entry, norms, damping, diagonal=diagonal)
-            entry.V = torch.where(gone[:, None, None], V, entry.V)
-            entry.inner, entry.levels = torch.where(gone, inner, entry.inner), torch.where(gone, levels, entry.levels)
+        diagonal = not waits or failures.has_invalid or Level.DIAGONAL in self._refresh_levels(entry)
+        V, inner, levels = self._fallback(entry, square, damping, diagonal=diagonal)
+        entry.V = torch.where(lost[:, None, None], V, entry.V)
+        entry.inner, entry.levels = torch.where(lost, inner, entry.inner), torch.where(lost, levels, entry.levels)
 
     def _best_levels(self, entry: GroupGradients) -> Tensor:
         """Return the best level that the refreshes of each block allow ``[n]``."""
@@ -148,16 +137,15 @@ class FallbackPolicy:
         V = torch.where(fine[:, None, None], quotient, V)
         return V, torch.where(fine, product, inner), torch.where(fine, float(Level.DIAGONAL), levels)
 
-    def _measure(self, entries: Sequence[GroupGradients], natural: Tensor) -> None:
+    def _measure(self, entry: GroupGradients, natural: Tensor) -> None:
         """Update the running averages of ‖V‖ for the blocks that are `natural` ``[n]`` (bool)."""
-        norms = [(entry.group.failures.allocate_norm(entry.V), entry.blocks) for entry in entries]
-        seen = joined([torch.linalg.vector_norm(entry.V, dim=(1, 2)) for entry in entries])
-        before = joined([known[blocks] for known, blocks in norms])
+        norm = entry.group.failures.allocate_norm(entry.V)
+        seen, before = torch.linalg.vector_norm(entry.V, dim=(1, 2)), norm[entry.blocks]
         after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
         counts = natural & (seen > 0) & (seen < math.inf)
         if self.skip_step is not None:
             counts = counts & ~self.skip_step.to(seen.device)
-        write_(norms, torch.where(counts, after, before))
+        norm[entry.blocks] = torch.where(counts, after, before)
 
 
 def dots(X: Tensor, Y: Tensor) -> Tensor:

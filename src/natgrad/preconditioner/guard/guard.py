@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from natgrad.errors import CurvatureError, require
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
-from natgrad.linalg.joined import joined, together, write_
 from natgrad.schedule import check_whole
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.failures import Level
@@ -60,23 +59,10 @@ _KINDS = ("skipped_factors", "skipped_gradients", "bounded_gradients", "failed_d
 _FACTORS, _REPLAY, _DECOMPOSITION, _CURVATURE = "factors", "replay", "decomposition of ", "curvature"
 
 
-@dataclass(frozen=True)
-class BlockFailures:
-    """Which of some n blocks of a group failed.
-
-    Attributes:
-        group: The group.
-        blocks: Their places in the group.
-        failed: Whether each of them failed ``[n]`` (bool).
-    """
-
-    group: BlockGroup
-    blocks: slice | Tensor
-    failed: Tensor
-
-
 class FailureCounters:
     """Counts failures on their device, so that the host waits for an accelerator only when counts are read.
+
+    A mask `failed` ``[n]`` (bool) is that of some blocks of a group, whose places in the group are `blocks`.
 
     `check` reads them on a CPU after every step, on an accelerator after every `_PATIENCE` steps.
 
@@ -96,45 +82,41 @@ class FailureCounters:
         self._preconditioned: set[str] = set()
         self._checks = 0
 
-    def count_skipped_factors(self, failures: Sequence[BlockFailures]) -> None:
+    def count_skipped_factors(self, group: BlockGroup, blocks: slice | Tensor, failed: Tensor) -> None:
         """Count the blocks whose statistics were not finite, or left out as outliers."""
-        self._count("skipped_factors", _FACTORS, failures)
+        self._count("skipped_factors", _FACTORS, group, blocks, failed)
 
     def count_skipped_replays(self, group: BlockGroup, blocks: slice, failed: Tensor) -> None:
-        """Count the blocks ``[n]`` whose second pass gave non-finite values."""
-        self._count("skipped_factors", _REPLAY, [BlockFailures(group, blocks, failed)])
+        """Count the blocks whose second pass gave non-finite values."""
+        self._count("skipped_factors", _REPLAY, group, blocks, failed)
 
-    def count_skipped_gradients(self, failures: Sequence[BlockFailures]) -> None:
+    def count_skipped_gradients(self, group: BlockGroup, blocks: slice | Tensor, failed: Tensor) -> None:
         """Count the blocks whose gradients were not finite."""
-        self._count("skipped_gradients", "gradients", failures)
+        self._count("skipped_gradients", "gradients", group, blocks, failed)
 
-    def count_bounded_gradients(self, preconditioned: Iterable[tuple[BlockGroup, slice | Tensor]]) -> None:
+    def count_bounded_gradients(self, group: BlockGroup, blocks: slice | Tensor) -> None:
         """Count the blocks whose gradients were scaled down in this step, of those that were preconditioned."""
-        for group, blocks in preconditioned:
-            bounded = group.failures.bounded
-            if bounded is not None and not known_all(~bounded[blocks]):
-                self._add("bounded_gradients", bounded[blocks].sum())
+        bounded = group.failures.bounded
+        if bounded is not None and not known_all(~bounded[blocks]):
+            self._add("bounded_gradients", bounded[blocks].sum())
 
     def count_failed_decompositions(self, group: BlockGroup, part: str, start: int, success: list[bool]) -> None:
         """Count the blocks from `start` on whose decomposition failed."""
         blocks = slice(start, start + len(success))
         failed = ~torch.tensor(success, device="cpu")
-        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [BlockFailures(group, blocks, failed)])
+        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", group, blocks, failed)
 
-    def record_levels(self, layers: Sequence[tuple[BlockGroup, list[LayerBlocks], Tensor]]) -> None:
-        """Count and record the fallback levels ``[m]`` of some layers of each group in this step."""
-        for batch in together(layers, lambda entry: (entry[2].device, entry[2].dtype)):
-            levels = joined([levels for _, _, levels in batch])
-            is_fresh = known_all(levels <= Level.FRESH)
-            for group, members, entry_levels in batch:
-                group.failures.last = None if is_fresh else ([member.layer.key for member in members], entry_levels)
-            if not all(id(group) in self._complete for group, _, _ in batch):
-                places = [self._flags_of(group, members, levels.device) for group, members, _ in batch]
-                natural = (levels >= Level.FRESH) & (levels <= Level.STALE)
-                write_(places, natural | joined([flags[index] for flags, index in places]))
-                self._complete |= {id(group) for group, _, _ in batch if known_all(self._flags[id(group)][1])}
-            for kind, level in () if is_fresh else _FALLBACKS.items():
-                self._add(kind, (levels == level).sum())
+    def record_levels(self, group: BlockGroup, members: list[LayerBlocks], levels: Tensor) -> None:
+        """Count and record the fallback levels ``[m]`` of some layers of a group in this step."""
+        is_fresh = known_all(levels <= Level.FRESH)
+        group.failures.last = None if is_fresh else ([member.layer.key for member in members], levels)
+        if id(group) not in self._complete:
+            flags, index = self._flags_of(group, members, levels.device)
+            flags[index] |= (levels >= Level.FRESH) & (levels <= Level.STALE)
+            if known_all(flags):
+                self._complete.add(id(group))
+        for kind, level in () if is_fresh else _FALLBACKS.items():
+            self._add(kind, (levels == level).sum())
 
     def _flags_of(
         self, group: BlockGroup, members: list[LayerBlocks], device: torch.device
@@ -215,19 +197,15 @@ class FailureCounters:
         self._complete.clear()
         self._streaks.clear()
 
-    def _count(self, total: str, kind: str, failures: Sequence[BlockFailures]) -> None:
-        for batch in together(failures, lambda entry: (entry.failed.device, None)):
-            failed, keys = joined([entry.failed for entry in batch]), [(kind, id(entry.group)) for entry in batch]
-            if known_all(~failed) and not any(key in self._streaks for key in keys):
-                continue
-            places: list[tuple[Tensor, slice | Tensor]] = []
-            for entry, key in zip(batch, keys, strict=True):
-                if key not in self._streaks:
-                    zeros = torch.zeros(entry.group.size, dtype=torch.int32, device=failed.device)
-                    self._streaks[key] = entry.group, zeros
-                places.append((self._streaks[key][1], entry.blocks))
-            write_(places, (joined([streak[blocks] for streak, blocks in places]) + 1) * failed)
-            self._add(total, failed.sum())
+    def _count(self, total: str, kind: str, group: BlockGroup, blocks: slice | Tensor, failed: Tensor) -> None:
+        key = kind, id(group)
+        if key not in self._streaks:
+            if known_all(~failed):
+                return
+            self._streaks[key] = group, torch.zeros(group.size, dtype=torch.int32, device=failed.device)
+        streak = self._streaks[key][1]
+        streak[blocks] = (streak[blocks] + 1) * failed
+        self._add(total, failed.sum())
 
     def _add(self, total: str, more: Tensor) -> None:
         before = self._totals[total]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.sums import BlockSums, StatisticsBuffer
-from natgrad.preconditioner.guard.guard import BlockFailures, FailureCounters
+from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.tensors import along, diagonals
 
 
@@ -24,7 +24,6 @@ def fold(sums: StatisticsBuffer, failure_counters: FailureCounters) -> Tensor | 
         Whether any block was updated (device bool). None if there are no blocks.
     """
     updated: Tensor | None = None
-    failures = []
     for piece in sums.arrived():
         group, blocks = piece.group, piece.blocks
         seen, finite = piece.samples > 0, _finite(piece)
@@ -37,9 +36,8 @@ def fold(sums: StatisticsBuffer, failure_counters: FailureCounters) -> Tensor | 
         _average(piece, fine, sums.basis_version[id(group)])
         _correct(piece, fine)
         group.failures.record_statistics(blocks, fine, counts & ~finite)
-        failures.append(BlockFailures(group, blocks, (seen & ~finite) | outlier))
+        failure_counters.count_skipped_factors(group, blocks, (seen & ~finite) | outlier)
         updated = fine.any() if updated is None else updated | fine.any().to(updated.device)
-    failure_counters.count_skipped_factors(failures)
     return updated
 
 

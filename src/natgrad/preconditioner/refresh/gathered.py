@@ -20,7 +20,7 @@ from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on
 from natgrad.linalg.products import full_products
 from natgrad.preconditioner.epochs import EpochState
-from natgrad.preconditioner.guard.guard import BlockFailures, FailureCounters
+from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.refresh.tasks import compute
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import StateTensors
@@ -243,7 +243,7 @@ class RowRefresh:
         for batch in batches:
             blocks = tensor_on(group.device, batch.blocks)
             draft.write("M", blocks, group.padded("M", batch.M.to(group.device), rows))
-            self.failure_counters.count_skipped_factors([BlockFailures(group, blocks, ~batch.finite)])
+            self.failure_counters.count_skipped_factors(group, blocks, ~batch.finite)
             flags, finite = batch.success, batch.finite.tolist()
             for member in batch.members:
                 n = member.stop - member.start
