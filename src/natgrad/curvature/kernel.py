@@ -132,11 +132,11 @@ def _inverted(A: Tensor, G: Tensor, Y: Tensor | None, samples: float | Tensor, d
     inner.diagonal(dim1=-2, dim2=-1).add_(1)
     C, inner_fine = _cholesky(inner)
     # H = C⁻¹ Lᵀ, and M = HᵀH.
-    H = torch.linalg.solve_triangular(C, along_diagonal(L.mT), upper=False)
+    H = torch.linalg.solve_triangular(C, _along_diagonal(L.mT), upper=False)
     return H.mT @ H, fine.all(-1) & inner_fine
 
 
-def along_diagonal(blocks: Tensor) -> Tensor:
+def _along_diagonal(blocks: Tensor) -> Tensor:
     """Return the matrices ``[N, P s, P s]`` with diagonal blocks ``[N, P, s, s]``."""
     N, count, size, _ = blocks.shape
     whole = blocks.new_zeros(N, count, size, count, size)

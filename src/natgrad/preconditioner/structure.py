@@ -192,10 +192,10 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
     sizes, n = (layer.outputs, layer.inputs), layer.blocks
     statistics, tasks, state = declarations(curvature, *sizes)
     rows, statistics = gathered(statistics), summed(statistics)
-    linked = any(spec.source == "both" for spec in rows)
+    kept_rows = [spec for spec in rows if spec.source != "both"]
     replayed = replayed_statistics(statistics)
     written = [spec for task in tasks for spec in task.writes]
-    batch_sized = [spec for spec in (*rows, *written) if spec.sized_by_batch]
+    batch_sized = [spec for spec in (*kept_rows, *written) if spec.sized_by_batch]
     kept = [spec for spec in (*written, *state) if not spec.sized_by_batch]
     parameter = layer.slots[0].parameter
     factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
@@ -205,6 +205,7 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
         numbers = 2 * at_least_float32(held).itemsize  # of samples, and the damping
         return n * (numbers + sum(spec.sized(count).numel * spec_dtype(spec, held).itemsize for spec in batch_sized))
 
+    linked = len(kept_rows) < len(rows)
     return LayerDemand(
         parts={task.name: task.cost * n for task in tasks},
         replayed=n * sum(spec.numel for spec in statistics if spec.name in replayed),

@@ -106,7 +106,7 @@ class BlockGroup:
         failures: The failures of its blocks.
         basis_version: How often each block's running averages were restarted (`Task.restarts`).
         statistics: The statistics of the curvature that are summed.
-        gathered: The statistics whose rows are gathered. They are stored in `results`.
+        gathered: The statistics whose rows are gathered.
         rows: The number of gathered rows (`natgrad.specs.ROWS`). 0 before the first refresh.
         tasks: The tasks of the curvature.
         memory_specs: The specs of `memory`.
@@ -436,9 +436,13 @@ class BlockGroup:
 
     @property
     def _result_specs(self) -> list[TensorSpec]:
-        """The specs of `results`. Gathered rows include their number of samples and their damping."""
+        """The specs of `results`: gathered rows with their number of samples and their damping, and what tasks write.
+
+        What links rows is read by tasks alone, and is not kept.
+        """
+        rows = [spec for spec in self.gathered if spec.source != "both"]
         numbers = (TensorSpec("samples", ()), TensorSpec("damping", ())) if self.gathered else ()
-        return [*self.gathered, *(spec for task in self.tasks for spec in task.writes), *numbers]
+        return [*rows, *(spec for task in self.tasks for spec in task.writes), *numbers]
 
     def written(self, rows: int) -> list[TensorSpec]:
         """Return the specs of `results` for this number of rows."""

@@ -216,10 +216,7 @@ class RowRefresh:
         selection, blocks = batch.selection, tensor_on(group.device, batch.blocks)
         selected = selection.A.shape[1]
         group.allocate_averages()[blocks] = 1  # as for blocks with statistics
-        gathered = {"A": selection.A, "G": selection.G}
-        if "Y" in draft:
-            gathered["Y"] = _links(selection, damping)
-        for name, values in gathered.items():
+        for name, values in (("A", selection.A), ("G", selection.G)):
             draft.write(name, blocks, group.padded(name, values, rows))
         draft["samples"][blocks], draft["damping"][blocks] = batch.samples, damping
         n = len(batch.blocks)
@@ -365,14 +362,6 @@ class _RowMessage:
             state = next(states)
             batch.finite = state > _NOT_FINITE
             batch.selection = kernel.Selection(A, G, Y, state > _SELECTION_FAILED)
-
-
-def _links(selection: kernel.Selection, damping: float) -> Tensor:
-    """Return Y of selected rows ``[n, r, r]``."""
-    if selection.Y is not None:
-        return kernel.along_diagonal(selection.Y)
-    A = selection.A
-    return torch.eye(A.shape[1], dtype=A.dtype, device=A.device).div_(damping).expand(len(A), -1, -1)
 
 
 def _by_place(batches: Sequence[RowBatch]) -> list[list[RowBatch]]:
