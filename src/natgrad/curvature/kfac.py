@@ -258,9 +258,8 @@ class KFAC(Curvature):
     def off_diagonal(
         self, averages: Mapping[str, Tensor], computed: Mapping[str, Tensor]
     ) -> Sequence[tuple[Tensor, Tensor]]:
-        sides = {"A": self.A, "G": self.G}
         names = [name for name in self.off_diagonal_reads or () if f"Q{name}" in computed]
-        return [sides[name].off_diagonal(averages[name], computed[f"Q{name}"]) for name in names]
+        return [linalg.off_diagonal(averages[name], computed[f"Q{name}"]) for name in names]
 
     def spectrum(self, computed: Mapping[str, Tensor]) -> Tensor:
         """Return the eigenvalues of the block ``[N, o, i]``, v_G v_Aᵀ in the eigen forms, as a new tensor."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -25,13 +25,18 @@ Form = Literal["eigen", "inverse"]
 
 
 class Side(ABC):
-    """The storage of a factor ``[d, d]``."""
+    """The storage of a factor ``[d, d]``.
+
+    Attributes:
+        matrices: Whether the computed tensors are matrices, from which the next decomposition can start.
+    """
+
+    matrices: ClassVar[bool]
 
     @abstractmethod
     def __str__(self) -> str:
         """Return a description; empty for a full factor."""
 
-    @abstractmethod
     def statistic(
         self,
         name: str,
@@ -42,30 +47,41 @@ class Side(ABC):
         gradient_power: Literal[0, 2],
     ) -> Statistic:
         """Return the statistic that sums the stored part of x xᵀ."""
+        return Statistic(
+            name,
+            self._shape(size),
+            symmetric=self.matrices,
+            nonnegative=not self.matrices,
+            source=source,
+            per=per,
+            gradient_power=gradient_power,
+        )
 
-    @abstractmethod
     def cost(self, size: int) -> float:
         """Return the multiply-adds of a decomposition, up to a factor common to all sides."""
+        return float(size) ** 3 if self.matrices else float(size)
 
-    @abstractmethod
     def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
         """Return the tensors that `decompose` (form "eigen") or `invert` computes."""
+        if form == "inverse":
+            return (TensorSpec(f"inverse_{name}", self._shape(size), symmetric=self.matrices),)
+        values = TensorSpec(f"v{name}", (size,))
+        return (TensorSpec(f"Q{name}", (size, size)), values) if self.matrices else (values,)
+
+    def _shape(self, size: int) -> tuple[int, ...]:
+        return (size, size) if self.matrices else (size,)
 
     @abstractmethod
     def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
         """Add the stored part of `scale` Σ x xᵀ of all `rows` to `out`."""
 
     @abstractmethod
-    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
-        """Add a ``diagonal [N, d]`` to a factor."""
-
-    @abstractmethod
     def diagonal(self, factor: Tensor) -> Tensor:
-        """Return the diagonal ``[N, d]``."""
+        """Return the diagonal ``[N, d]``, a view."""
 
-    @abstractmethod
     def trace(self, factor: Tensor) -> Tensor:
         """Return the trace ``[N]``."""
+        return self.diagonal(factor).sum(-1)
 
     def mean_eigenvalue(self, factor: Tensor) -> Tensor:
         """Return the trace divided by d ``[N]``; `factor` may be its diagonal ``[N, d]``."""
@@ -80,15 +96,6 @@ class Side(ABC):
 
         With `warm` the decomposition starts from the eigenvectors `previous`, if there are any.
         """
-
-    def off_diagonal(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` ``[N]`` for eigenvectors Q, if the side has any."""
-        raise NotImplementedError
-
-    @property
-    def matrices(self) -> bool:
-        """Whether the computed tensors are matrices, from which the next decomposition can start."""
-        return True
 
     @abstractmethod
     def invert(
@@ -106,7 +113,7 @@ class Side(ABC):
 
     @abstractmethod
     def rotate(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
-        """Return W in the eigenbasis, ``[N, r, d]``."""
+        """Return W in the eigenbasis."""
 
     @abstractmethod
     def rotate_back(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
@@ -121,47 +128,19 @@ class Side(ABC):
 class Full(Side):
     """The whole factor ``[d, d]``."""
 
+    matrices = True
+
     @override
     def __str__(self) -> str:
         return ""
-
-    @override
-    def statistic(
-        self,
-        name: str,
-        size: int,
-        *,
-        source: Literal["inputs", "gradients", "both"],
-        per: Literal["sample", "position"],
-        gradient_power: Literal[0, 2],
-    ) -> Statistic:
-        return Statistic(name, (size, size), symmetric=True, source=source, per=per, gradient_power=gradient_power)
-
-    @override
-    def cost(self, size: int) -> float:
-        return float(size) ** 3
-
-    @override
-    def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
-        if form == "eigen":
-            return (TensorSpec(f"Q{name}", (size, size)), TensorSpec(f"v{name}", (size,)))
-        return (TensorSpec(f"inverse_{name}", (size, size), symmetric=True),)
 
     @override
     def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
         rows.add_gram_(out, scale=scale)
 
     @override
-    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
-        factor.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-
-    @override
     def diagonal(self, factor: Tensor) -> Tensor:
         return factor.diagonal(dim1=-2, dim2=-1)
-
-    @override
-    def trace(self, factor: Tensor) -> Tensor:
-        return factor.diagonal(dim1=-2, dim2=-1).sum(-1)
 
     @override
     def decompose(
@@ -169,10 +148,6 @@ class Full(Side):
     ) -> tuple[dict[str, Tensor], Tensor]:
         values, vectors, fine = linalg.eigh(factor) if warm is None else warm.eigh(factor, previous)
         return {f"Q{name}": vectors, f"v{name}": values}, fine
-
-    @override
-    def off_diagonal(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        return linalg.off_diagonal(factor, vectors)
 
     @override
     def invert(
@@ -206,50 +181,19 @@ class Full(Side):
 class Diagonal(Side):
     """The factor's diagonal ``[d]``, without eigenvectors."""
 
+    matrices = False
+
     @override
     def __str__(self) -> str:
         return "diagonal"
-
-    @property
-    @override
-    def matrices(self) -> bool:
-        return False
-
-    @override
-    def statistic(
-        self,
-        name: str,
-        size: int,
-        *,
-        source: Literal["inputs", "gradients", "both"],
-        per: Literal["sample", "position"],
-        gradient_power: Literal[0, 2],
-    ) -> Statistic:
-        return Statistic(name, (size,), source=source, per=per, gradient_power=gradient_power, nonnegative=True)
-
-    @override
-    def cost(self, size: int) -> float:
-        return float(size)
-
-    @override
-    def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(f"v{name}" if form == "eigen" else f"inverse_{name}", (size,)),)
 
     @override
     def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
         out.add_(rows.squares().mul_(scale))
 
     @override
-    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
-        factor.add_(diagonal)
-
-    @override
     def diagonal(self, factor: Tensor) -> Tensor:
         return factor
-
-    @override
-    def trace(self, factor: Tensor) -> Tensor:
-        return factor.sum(-1)
 
     @override
     def decompose(

@@ -160,7 +160,7 @@ class TableKFAC(Curvature):
         norm = _reciprocal((share * trace_D * trace_E + head_share * trace_G * trace_A).sqrt())
         share, head_share = share * norm, head_share * norm
         R = _times(G, trace_A * head_share)
-        entries.add_diagonal_(R, _times(D, trace_E * share))
+        entries.diagonal(R).add_(_times(D, trace_E * share))
         return {"G": R, "A": _times(A, trace_G * head_share).add_(_times(E, trace_D * share))}
 
 

@@ -52,15 +52,11 @@ class Decompositions:
             count: The argument of `step`.
             damping: γ of the step.
         """
-        with self._parts.scheduler.timed("renewing", self._parts.spent):
-            self._update(count, damping)
-
-    def _update(self, count: Count | None, damping: float) -> None:
         parts, capture, scheduler = self._parts, self._parts.capture, self._parts.scheduler
         if parts.progress.last_factors is None and not parts.gathered:
             return
         begins = not parts.progress.has_curvature
-        with parts.progress.phase("renew", parts.runtime):
+        with scheduler.timed("renewing", parts.spent), parts.progress.phase("renew", parts.runtime):
             plan = parts.structure.plan
             rows_updated = self._update_rows(count, damping)  # first, so that `observed` includes these layers
             captured = (capture.wanted or not parts.summed) and not parts.renews_in_background
