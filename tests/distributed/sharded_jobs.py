@@ -132,8 +132,6 @@ class Case:
     evaluate: bool = False
     kl_clip: float | None = 1e-3
     lr: float = 0.1
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
-    uncovered: tuple[str, ...] = ()
     closure: bool = False
 
 
@@ -199,11 +197,11 @@ class Training:
         self.wrapped = self._wrap()
         make = getattr(torch.optim, case.optimizer)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = make(trained, lr=case.lr, **case.optimizer_options)
+        self.optimizer = make(trained, lr=case.lr)
         curvature = getattr(natgrad, case.kind)(**case.curvature)
         self.preconditioner = natgrad.Preconditioner(
             self.wrapped,
-            {**dict.fromkeys(case.uncovered), "*": curvature} if case.uncovered else curvature,
+            curvature,
             optimizer=self.optimizer,
             kl_clip=case.kl_clip,
             **{"damping": 0.05, "refresh": natgrad.Refresh(factors=2, inverses=3), **case.options},
