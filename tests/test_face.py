@@ -22,7 +22,11 @@ CHANGED = {
 
 # What was removed by name since (`natgrad._REMOVED` says what replaces it), and parameters that went with it.
 DROPPED = set(natgrad._REMOVED)
-DROPPED_PARAMETERS = {("Placement", "link"), ("Placement", "nodes"), ("Placement", "inside")}
+DROPPED_PARAMETERS = {
+    *(("Placement", name) for name in ("link", "nodes", "inside")),
+    *((f"{home}Adaptive", "by") for home in ("", "refresh.")),
+    *((f"{home}TraceRule", "lower") for home in ("", "refresh.")),
+}
 
 
 def is_dropped(name):

@@ -52,8 +52,6 @@ _HOMES = {
     "Preconditioner": "natgrad.preconditioner",
     "RankOne": "natgrad.curvature",
     "Adaptive": "natgrad.refresh",
-    "BasisRule": "natgrad.refresh",
-    "Capped": "natgrad.refresh",
     "DoublingInterval": "natgrad.refresh",
     "DriftRule": "natgrad.refresh",
     "GrowingInterval": "natgrad.refresh",
@@ -77,6 +75,8 @@ _HOMES = {
 # Names that earlier versions had, and what to use in their place.
 _REMOVED: dict[str, str] = {
     "Link": 'placement="auto" chooses by the memory of a rank: natgrad.Placement(memory=...)',
+    "BasisRule": "Adaptive(DriftRule()) decomposes the layers whose factors have changed",
+    "Capped": "a longer interval: Refresh(inverses=...)",
     "Autopilot": "pass a number or a schedule as damping",
     "LevenbergMarquardt": "pass a number or a schedule as damping",
     "TrustRegion": "pass a number as kl_clip",
@@ -124,8 +124,6 @@ if TYPE_CHECKING:
     from natgrad.preconditioner.natural_muon import NaturalMuon as NaturalMuon
     from natgrad.preconditioner.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
     from natgrad.refresh import Adaptive as Adaptive
-    from natgrad.refresh import BasisRule as BasisRule
-    from natgrad.refresh import Capped as Capped
     from natgrad.refresh import DoublingInterval as DoublingInterval
     from natgrad.refresh import DriftRule as DriftRule
     from natgrad.refresh import GrowingInterval as GrowingInterval

@@ -43,14 +43,13 @@ class Case:
     wrapped: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     rule: Any = None
-    by: str = "layer"
 
     @property
     def refresh(self):
         intervals = {"factors": self.factors, "inverses": self.inverses}
         if self.rule is None:
             return natgrad.Refresh(**intervals)
-        return natgrad.Adaptive(self.rule, by=self.by, **intervals)
+        return natgrad.Adaptive(self.rule, **intervals)
 
 
 def damping(step):

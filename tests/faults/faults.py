@@ -391,13 +391,13 @@ _add(
     "refresh_off_by_one",
     "A refresh comes one step later than its interval says.",
     "dense/test_steps.py::test_intervals",
-    ("refresh.rule:_due", "step - last >= interval", "step - last > interval"),
+    ("preconditioner.refresh.scheduler:_is_due", "step - last >= interval", "step - last > interval"),
 )
 _add(
     "refresh_rule",
     "The drift rule decomposes what has moved little and keeps what has moved far.",
-    "refresh/test_rules.py::test_drift_and_basis_go_by_what_is_measured",
-    ("refresh.criteria:DriftRule.verdict", "change >= self.threshold", "change < self.threshold"),
+    "refresh/test_rules.py::test_the_layers_due_are_those_that_have_changed_enough",
+    ("refresh.criteria:DriftRule.due", "change >= self.threshold", "change < self.threshold"),
 )
 _add(
     "checkpoint_last_refresh",
@@ -414,7 +414,7 @@ _add(
     "Statistics of a step that the GradScaler skips are folded into the running averages.",
     "test_second_pass.py::test_a_loss_scaler_changes_nothing_and_may_skip_a_step test_scaling.py dense/test_scale.py",
     (
-        "preconditioner.refresh.averages:fold",
+        "preconditioner.refresh.averages:update_averages",
         "seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)",
         "seen",
     ),

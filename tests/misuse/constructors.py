@@ -205,8 +205,6 @@ CASES = {
         name: Case(getattr(natgrad, name), use_refresh, fixed(valid))
         for name, valid in {
             "Adaptive": {"rule": natgrad.TraceRule()},
-            "BasisRule": {},
-            "Capped": {},
             "DriftRule": {},
             "TraceRule": {},
             "Refresh": {},

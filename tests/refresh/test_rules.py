@@ -1,100 +1,97 @@
-"""Rules against sequences worked out by hand, and clocks of both sides."""
+"""Refresh rules: what they decide on numbers, rules of a user's own, names, and what is refused."""
 
+from functools import partial
+from itertools import pairwise
 from math import inf, nan
 
 import pytest
+import torch
+from torch import nn
 
 import natgrad
-from natgrad.refresh.rule import NormRule
+from natgrad.refresh import Candidate
+from tests.every import Training, batch
+from tests.refresh.own_rules import LargestDrift, PowersOfTwo, RoundRobin
+
+RULES = {"powers of two": PowersOfTwo, "round robin": RoundRobin, "largest drift": LargestDrift}
 
 
-def decide(rule, values):
-    """The verdicts on one layer, of which these values are measured, and what is remembered of it."""
-    last, verdicts = None, []
-    for value in values:
-        verdicts.append(rule.verdict(rule.change(value, last)))
-        last = rule.remember(value, last, renewed=verdicts[-1] == "renew")
-    return verdicts, last
+def run(rule, steps, **options):
+    """Train, and return the state after every step."""
+    training, states = Training(natgrad.KFAC, refresh=rule, **options), []
+    for step in range(steps):
+        training.step(batch(step))
+        states.append(training.preconditioner.state_dict())
+    return training, states
 
 
-def test_thors_rule_compares_with_the_check_before():
-    # Δ: none, .5, .00667, .00662, .0000066
-    verdicts, last = decide(natgrad.TraceRule(), [2.0, 3.0, 3.02, 3.04, 3.04002])
-    assert verdicts == ["renew", "renew", "keep", "keep", "stop"]
-    assert last == 3.04002
+def refreshed(states):
+    """For each step which layers have new eigenvectors, by their order in the model."""
+    keys = list(states[0]["blocks"])
+    first = [tuple(range(len(keys)))]
+    return first + [
+        tuple(i for i, key in enumerate(keys) if not torch.equal(a["blocks"][key]["QA"], b["blocks"][key]["QA"]))
+        for a, b in pairwise(states)
+    ]
 
 
-def test_thors_bounds_belong_to_keeping():
-    rule = natgrad.TraceRule(upper=0.5, lower=0.25)
-    assert [rule.verdict(change) for change in (0.51, 0.5, 0.25, 0.2499)] == ["renew", "keep", "keep", "stop"]
-    assert rule.change(5.0, 4.0) == 0.25
-    assert rule.change(3.0, 4.0) == 0.25
+def assert_same(one, other):
+    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
-def test_a_layer_of_which_nothing_was_captured_is_not_stopped():
-    assert decide(natgrad.TraceRule(), [2.0, 2.0, 2.0, 2.0001]) == (["renew", "keep", "keep", "stop"], 2.0001)
+# --- On numbers -----------------------------------------------------------------------------------------------------
 
 
-def test_thors_rule_without_a_lower_bound_stops_nothing():
-    assert natgrad.TraceRule().stops
-    assert not natgrad.TraceRule(lower=0).stops
-    assert not natgrad.DriftRule().stops
-
-
-@pytest.mark.parametrize("value", [nan, inf])
-def test_what_is_no_number_is_renewed_and_not_remembered(value):
-    rule = natgrad.TraceRule()
-    assert rule.verdict(rule.change(value, 1.0)) == "renew"
-    assert rule.remember(value, 1.0, renewed=True) == 1.0
-
-
-@pytest.mark.parametrize("rule", [natgrad.DriftRule(0.2), natgrad.BasisRule(0.2)])
-def test_drift_and_basis_go_by_what_is_measured(rule):
-    assert decide(rule, [0.1, 0.2, 0.3, 0.19, nan]) == (["keep", "renew", "renew", "keep", "renew"], None)
-
-
-def test_without_a_rule_layers_are_compared_with_their_last_renewal():
-    rule = NormRule()
-    last = rule.remember(2.0, None, renewed=True)
-    assert rule.remember(3.0, last, renewed=False) == 2.0
-    assert rule.change(3.0, last) == 0.5
-    assert rule.verdict(0.0) == "renew"
+@pytest.mark.parametrize(
+    ("rule", "changes", "due"),
+    [
+        (natgrad.TraceRule(), [inf, 0.5, 0.00667, 0.0], [0, 1]),
+        (natgrad.TraceRule(upper=0.5), [0.51, 0.5, 0.25], [0]),
+        (natgrad.DriftRule(0.2), [0.1, 0.2, 0.3, 0.19, inf], [1, 2, 4]),
+    ],
+)
+def test_the_layers_due_are_those_that_have_changed_enough(rule, changes, due):
+    candidates = [Candidate(str(index), change) for index, change in enumerate(changes)]
+    for each in (rule, natgrad.Adaptive(rule)):
+        assert each.due(7, candidates) == {str(index) for index in due}
 
 
 def test_ranks_compare_rules_by_their_options():
     """Also those of a user's own, which need be no dataclass."""
 
-    class Own(NormRule):
+    class Own(natgrad.RefreshRule):
+        measure = "trace"
+
         def __init__(self, bound):
             self.bound = bound
 
     assert natgrad.Adaptive(Own(2.0)).settings(0) == natgrad.Adaptive(Own(2.0)).settings(0)
     assert natgrad.Adaptive(Own(2.0)).settings(0) != natgrad.Adaptive(Own(3.0)).settings(0)
-    apart = natgrad.Adaptive(natgrad.DriftRule(), by="factor")
-    assert apart.settings(0) != natgrad.Adaptive(natgrad.DriftRule()).settings(0)
-    assert natgrad.Capped(refresh=apart).by == "factor"
-    assert repr(NormRule()) == "NormRule()"
+    assert RoundRobin(2).settings(0) == RoundRobin(2).settings(0) != RoundRobin(3).settings(0)
+    assert odd(inverse_interval=lambda *_: 5).settings(0) != odd().settings(0)
+    assert repr(Own(2.0)) == "Own(bound=2.0)"
     assert repr(natgrad.DriftRule(0.2)) == "DriftRule(threshold=0.2)"
 
 
-def test_a_clock_of_one_interval_is_that_of_both_sides():
-    clock = natgrad.Refresh(factors=3, inverses=7)
-    assert not clock.separate
-    assert {clock.factor_interval(0, side) for side in ("inputs", "gradients")} == {3}
-    assert {clock.inverse_interval(0, reads) for reads in ("inputs", "gradients", "both")} == {7}
-    assert clock.intervals(0) == {"factors": 3, "inverses": 7}
+def test_one_interval_is_that_of_both_sides():
+    rule = natgrad.Refresh(factors=3, inverses=7)
+    assert not rule.separate
+    assert {rule.factor_interval(0, side) for side in ("inputs", "gradients")} == {3}
+    assert {rule.inverse_interval(0, reads) for reads in ("inputs", "gradients", "both")} == {7}
+    assert rule.intervals(0) == {"factors": 3, "inverses": 7}
 
 
 def test_what_reads_both_sides_follows_the_shorter_interval():
-    clock = natgrad.Refresh(
+    rule = natgrad.Refresh(
         factors=natgrad.Sides(inputs=lambda step: 2 + step, gradients=3),
         inverses=natgrad.Sides(inputs=50, gradients=10),
     )
-    assert clock.separate
-    assert [clock.factor_interval(step, "inputs") for step in (0, 4)] == [2, 6]
-    assert clock.inverse_interval(0, "inputs") == 50
-    assert clock.inverse_interval(0, "both") == clock.inverse_interval(0, "gradients") == 10
-    assert clock.intervals(0)["inverses"] == pytest.approx(2 / (1 / 50 + 1 / 10))
+    assert rule.separate
+    assert [rule.factor_interval(step, "inputs") for step in (0, 4)] == [2, 6]
+    assert rule.inverse_interval(0, "inputs") == 50
+    assert rule.inverse_interval(0, "both") == rule.inverse_interval(0, "gradients") == 10
+    assert rule.intervals(0)["inverses"] == pytest.approx(2 / (1 / 50 + 1 / 10))
 
 
 @pytest.mark.parametrize(
@@ -103,21 +100,159 @@ def test_what_reads_both_sides_follows_the_shorter_interval():
         lambda: natgrad.Sides(inputs=0, gradients=1),
         lambda: natgrad.Sides(inputs=1, gradients="often"),
         lambda: natgrad.TraceRule(upper=0.0),
-        lambda: natgrad.TraceRule(upper=0.01, lower=0.1),
-        lambda: natgrad.TraceRule(lower=-1),
         lambda: natgrad.DriftRule(0),
-        lambda: natgrad.BasisRule(nan),
+        lambda: natgrad.DriftRule(nan),
         lambda: natgrad.Adaptive("trace"),
+        lambda: natgrad.Adaptive(natgrad.Refresh()),
         lambda: natgrad.Adaptive(natgrad.TraceRule(), inverses=0),
-        lambda: natgrad.Adaptive(natgrad.TraceRule(), by="factor"),
-        lambda: natgrad.Adaptive(natgrad.DriftRule(), by="side"),
         lambda: natgrad.Adaptive(natgrad.TraceRule(), factors=natgrad.Sides(inputs=1, gradients=1)),
-        lambda: natgrad.Capped(share=0),
-        lambda: natgrad.Capped(share=1),
-        lambda: natgrad.Capped(refresh=10),
-        lambda: natgrad.Capped(refresh=natgrad.Refresh(factors=natgrad.Sides(inputs=2, gradients=1))),
     ],
 )
 def test_wrong_numbers_are_refused(wrong):
     with pytest.raises(ValueError, match="is not allowed"):
         wrong()
+
+
+# --- Of a user's own ------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_that_overrides_nothing_is_the_default():
+    class Nothing(natgrad.refresh.Rule):
+        pass
+
+    assert natgrad.refresh.Clock is natgrad.RefreshRule
+    assert_same(run(Nothing(), 12)[0], run(natgrad.Refresh(), 12)[0])
+
+
+def test_intervals_of_ones_own():
+    class Intervals(natgrad.RefreshRule):
+        def factor_interval(self, step, side="gradients"):
+            return 2
+
+        def inverse_interval(self, step, reads="both"):
+            return 4
+
+    assert_same(run(Intervals(), 9)[0], run(natgrad.Refresh(factors=2, inverses=4), 9)[0])
+    assert Intervals().intervals(0) == {"factors": 2, "inverses": 4}
+
+
+def test_intervals_of_both_sides():
+    class Apart(natgrad.RefreshRule):
+        separate = True
+
+        def factor_interval(self, step, side="gradients"):
+            return {"inputs": 3, "gradients": 2}[side]
+
+        def inverse_interval(self, step, reads="both"):
+            return {"inputs": 6, "gradients": 4, "both": 4}[reads]
+
+    sides = natgrad.Refresh(factors=natgrad.Sides(inputs=3, gradients=2), inverses=natgrad.Sides(inputs=6, gradients=4))
+    assert_same(run(Apart(), 13)[0], run(sides, 13)[0])
+
+
+def test_layers_due_by_the_step():
+    assert [bool(layers) for layers in refreshed(run(PowersOfTwo(), 18)[1])] == [
+        step in (0, 1, 2, 4, 8, 16) for step in range(18)
+    ]
+    even, odd_steps = refreshed(run(RoundRobin(2), 5)[1])[1:3]
+    assert sorted(even + odd_steps) == [0, 1, 2]
+    assert refreshed(run(RoundRobin(2), 7)[1])[1:] == [even, odd_steps] * 3
+
+
+def test_layers_compared_with_one_another():
+    found = refreshed(run(LargestDrift(1), 20)[1])
+    assert all(len(layers) == (step % 2 == 0) for step, layers in enumerate(found) if step)
+    assert len(set(found)) > 3
+    found = refreshed(run(LargestDrift(2), 8)[1])
+    assert [len(layers) for layers in found] == [3, 0, 2, 0, 2, 0, 2, 0]
+
+
+def test_a_rule_goes_with_other_intervals():
+    assert_same(run(natgrad.Adaptive(LargestDrift(1), inverses=3), 9)[0], run(LargestDrift(1, interval=3), 9)[0])
+    assert_same(run(natgrad.DriftRule(0.3), 12)[0], run(natgrad.Adaptive(natgrad.DriftRule(0.3)), 12)[0])
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_training_resumes_bit_for_bit(name, at):
+    straight, states = run(RULES[name](), 10)
+    before, _ = run(RULES[name](), at)
+    after = Training(natgrad.KFAC, refresh=RULES[name]())
+    after.model.load_state_dict(before.model.state_dict())
+    after.preconditioner.load_state_dict(states[at - 1])
+    for step in range(at, 10):
+        after.step(batch(step))
+    assert_same(straight, after)
+
+
+def test_verify_asks_a_rule_anew():
+    training, states = run(PowersOfTwo(), 4)
+    loss = nn.functional.cross_entropy
+    assert training.preconditioner.verify(batch(9), lambda model, given: loss(model(given[0]), given[1])).worst < 1e-10
+    assert training.preconditioner.state_dict()["last_inverses"] == states[-1]["last_inverses"]
+
+
+# --- Names, and what is refused -------------------------------------------------------------------------------------
+
+
+def test_a_registered_name():
+    natgrad.register_refresh("tests: round robin of 3", make := partial(RoundRobin, 3))
+    natgrad.register_refresh("tests: round robin of 3", make)
+    assert_same(run("tests: round robin of 3", 6)[0], run(RoundRobin(3), 6)[0])
+    for name in ("tests: round robin of 3", "drift"):
+        with pytest.raises(ValueError, match="a name that is free"):
+            natgrad.register_refresh(name, RoundRobin)
+    with pytest.raises(ValueError, match="make=3 is not allowed"):
+        natgrad.register_refresh("tests: three", 3)
+    with pytest.raises(ValueError, match="name=3 is not allowed"):
+        natgrad.register_refresh(3, RoundRobin)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("fixed", natgrad.Refresh()), ("drift", natgrad.Adaptive(natgrad.DriftRule()))]
+)
+def test_names_of_the_rules_that_there_are(name, rule):
+    assert_same(run(name, 12)[0], run(rule, 12)[0])
+
+
+def odd(**attributes):
+    """A rule with some attributes or methods."""
+    return type("Odd", (natgrad.RefreshRule,), attributes)()
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ("no such rule", "refresh='no such rule' is not allowed"),
+        ("capped", "refresh='capped' is not allowed"),
+        (PowersOfTwo, "refresh=.*PowersOfTwo.* is not allowed"),
+        (odd(measure="size"), r"Odd\.measure='size' is not allowed"),
+    ],
+)
+def test_what_is_no_rule_is_refused(rule, told):
+    with pytest.raises(ValueError, match=told):
+        natgrad.Preconditioner(nn.Linear(3, 2), refresh=rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (odd(factor_interval=lambda self, step, side="gradients": 0), r"Odd\.factor_interval\(1, 'inputs'\)=0 is not"),
+        (odd(inverse_interval=lambda self, step, reads="both": "often"), r"Odd\.inverse_interval\(0, 'inputs'\)='oft"),
+    ],
+)
+def test_wrong_intervals_are_refused_before_anything_changes(rule, told):
+    training = Training(natgrad.KFAC, refresh=rule)
+    with pytest.raises(ValueError, match=told):
+        training.step(batch(0))
+    assert training.preconditioner.metrics()["step"] == 0
+    assert not training.preconditioner.has_curvature
+
+
+@pytest.mark.parametrize("answer", [{"no such layer"}, "head", 3, None])
+def test_wrong_answers_are_refused(answer):
+    rule = odd(measure="trace", due=lambda self, step, candidates: answer)
+    training = Training(natgrad.KFAC, refresh=natgrad.Adaptive(rule, inverses=1))
+    training.step(batch(0))
+    with pytest.raises(ValueError, match=r"Adaptive\.due\(\).* is not allowed"):
+        training.step(batch(1))

@@ -9,7 +9,7 @@ def refreshed(schedule, steps):
     """How many of `steps` renew by a schedule of the inverses, counted as the engine does."""
     clock, last, count = natgrad.Refresh(inverses=schedule), None, 0
     for step in range(steps):
-        if clock.inverses_due(step, last):
+        if last is None or step - last >= clock.inverse_interval(step):
             last, count = step, count + 1
     return count
 

@@ -26,7 +26,7 @@ from natgrad.capture.reductions import Count, Reductions
 from natgrad.capture.repetition import Recording, Repetition
 from natgrad.capture.rows import RowBuffer
 from natgrad.capture.sources import Source
-from natgrad.capture.sums import WHOLE, Choice, SampleCount, StatisticsBuffer
+from natgrad.capture.sums import SampleCount, StatisticsBuffer
 from natgrad.capture.upstream import destination, differentiate_to, mark, marked, sources
 from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
@@ -35,6 +35,7 @@ from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import by_sample
 from natgrad.linalg.device import known_all
 from natgrad.linalg.products import full_products
+from natgrad.refresh.rule import Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class Capture:
 
     def _needs_sampled_labels(self, name: str) -> bool:
         """Return whether the statistics of a layer need gradients of sampled labels."""
-        needs_gradients = name in self.rows.sample_counts or "gradients" in self.sums.choice.sides
+        needs_gradients = name in self.rows.sample_counts or "gradients" in self.sums.sides
         return self._members[name][0].curvature.likelihood is not None and needs_gradients
 
     def _sample_count(self, name: str) -> SampleCount:
@@ -221,11 +222,11 @@ class Capture:
         for name in list(self._pooled):
             self._flush(name)
 
-    def reset(self, *, wanted: bool, rows: bool, choice: Choice = WHOLE) -> None:
-        """Begin the next step; `wanted`: whether it needs the sums of `choice`; `rows`: whether it needs rows."""
+    def reset(self, *, wanted: bool, rows: bool, sides: frozenset[Side]) -> None:
+        """Begin the next step; `wanted`: whether it needs the sums of `sides`; `rows`: whether it needs rows."""
         self.wanted, self.rows.wanted, self._has_sampled = wanted, rows, False
         self.discard()
-        self.sums.choose(choice if wanted else self.sums.choice)
+        self.sums.choose(sides if wanted else self.sums.sides)
         self._record()
         self.sums.note_basis_versions()
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from natgrad.capture.sums import Bucket, Choice, SampleCount, Shares, StatisticsBuffer
+from natgrad.capture.sums import Bucket, SampleCount, Shares, StatisticsBuffer
 from natgrad.distributed import Communicator, narrower
 from natgrad.errors import NatgradError
+from natgrad.refresh.rule import Side
 from natgrad.specs import Statistic
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
@@ -63,8 +64,8 @@ class BucketedStatistics(StatisticsBuffer):
         super().__init__(groups, fused=True)
 
     @override
-    def _choose(self, choice: Choice) -> None:
-        super()._choose(choice)
+    def _choose(self, sides: frozenset[Side]) -> None:
+        super()._choose(sides)
         self._parameters = [
             {
                 id(slot.parameter)

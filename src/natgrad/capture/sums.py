@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -24,27 +24,10 @@ from natgrad.state.tensors import pack, packed_shape
 Shares: TypeAlias = Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The statistics that a step collects.
-
-    Attributes:
-        sides: Statistics of inputs (`BlockGroup.input_statistics`), statistics that need gradients, or both.
-        without: The names of layers whose statistics are not collected.
-    """
-
-    sides: frozenset[Side] = frozenset(SIDES)
-    without: frozenset[str] = frozenset()
-
-    def statistics(self, layer: str, group: BlockGroup) -> list[Statistic]:
-        """Return the collected statistics of a layer in `group`."""
-        if layer in self.without:
-            return []
-        inputs = group.input_statistics
-        return [spec for spec in group.statistics if ("inputs" if spec.name in inputs else "gradients") in self.sides]
-
-
-WHOLE = Choice()
+def of_sides(group: BlockGroup, sides: Collection[Side]) -> list[Statistic]:
+    """Return the statistics of a group that are of inputs (`BlockGroup.input_statistics`), of gradients, or of both."""
+    inputs = group.input_statistics
+    return [spec for spec in group.statistics if ("inputs" if spec.name in inputs else "gradients") in sides]
 
 
 @dataclass
@@ -277,7 +260,7 @@ class StatisticsBuffer:
 
     Attributes:
         skip_step: Device bool: the ``GradScaler`` skips this step on all ranks. None without a scaler.
-        choice: The collected statistics.
+        sides: The sides whose statistics are collected.
         sample_counts: The sample count of each layer.
         basis_version: The `BlockGroup.basis_version` at the beginning of this step, by the ``id`` of the group.
     """
@@ -297,16 +280,16 @@ class StatisticsBuffer:
         self.sample_counts = {name: SampleCount() for name in self._members}
         self._filled: set[str] = set()  # the layers whose sums are initialised
         self.note_basis_versions()
-        self._choose(WHOLE)
+        self._choose(frozenset(SIDES))
 
-    def choose(self, choice: Choice) -> None:
-        """Set the collected statistics, before any are added."""
-        if choice != self.choice:
-            self._choose(choice)
+    def choose(self, sides: frozenset[Side]) -> None:
+        """Set the sides whose statistics are collected, before any are added."""
+        if sides != self.sides:
+            self._choose(sides)
 
-    def _choose(self, choice: Choice) -> None:
-        self.choice = choice
-        found = {name: choice.statistics(name, group) for name, (group, _) in self._members.items()}
+    def _choose(self, sides: frozenset[Side]) -> None:
+        self.sides = sides
+        found = {name: of_sides(group, sides) for name, (group, _) in self._members.items()}
         self._specs = {name: specs for name, specs in found.items() if specs}
         self._buckets = self._make_buckets(self._specs)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}

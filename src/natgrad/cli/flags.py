@@ -16,7 +16,6 @@ _PARAMETERS = {
     "task option": "set_",
     "task_options": "set_",
     "name": "task",
-    "by": "refresh_by",
     "save_seconds": "checkpoint_seconds",
     "figures": "figure",
     "trials": "search",

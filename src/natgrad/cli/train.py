@@ -25,8 +25,6 @@ _CURVATURE_OPTIONS = (
     "factors",
     "inverses",
     "refresh",
-    "refresh_by",
-    "share",
     "damping",
     "kl_clip",
 )
@@ -83,16 +81,8 @@ def train(
     inverses: Annotated[int, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE)] = 10,
     refresh: Annotated[
         str,
-        typer.Option(
-            help="fixed, or a rule, with its bounds: trace, drift or basis, as drift:0.1.", rich_help_panel=_CURVATURE
-        ),
+        typer.Option(help="fixed, or a rule with its bound: trace or drift, as drift:0.1.", rich_help_panel=_CURVATURE),
     ] = "fixed",
-    refresh_by: Annotated[
-        str, typer.Option(help="What the rule decides on: layer or factor.", rich_help_panel=_CURVATURE)
-    ] = "layer",
-    share: Annotated[
-        float | None, typer.Option(help="Of the time, at most, as 0.1; left out: any.", rich_help_panel=_CURVATURE)
-    ] = None,
     damping: Annotated[
         float | None,
         typer.Option(help="Added to the curvature; left out: the curvature's own.", rich_help_panel=_CURVATURE),
@@ -195,8 +185,6 @@ def train(
             "factors": factors,
             "inverses": inverses,
             "refresh": refresh,
-            "by": refresh_by,
-            "share": share,
             "damping": damping,
             "kl_clip": kl_clip,
             "epochs": epochs,

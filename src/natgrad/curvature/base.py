@@ -32,9 +32,9 @@ class Training(Protocol):
 class Curvature(ABC):
     """An approximation of the Fisher block of a layer, and how it preconditions the layer's gradient.
 
-    A subclass implements `statistics`, `tasks`, `accumulate`, `compute` and `precondition`. The rest has
-    defaults. A subclass that implements `diagonal`, `trace` or `off_diagonal` also names the
-    statistics that each of them reads; otherwise they are not available.
+    A subclass implements `statistics`, `tasks`, `accumulate`, `compute` and `precondition`. The rest has defaults. A
+    subclass that implements `diagonal` or `trace` also names the statistics that it reads; otherwise it is not
+    available.
 
     Attributes:
         factor_decay: The weight of the old value in running averages, in [0, 1).
@@ -57,7 +57,6 @@ class Curvature(ABC):
             (`natgrad.Precision.solve`); otherwise they are converted to the gradient's dtype first.
         diagonal_reads: The statistics that `diagonal` reads; None: it is not available.
         trace_reads: The statistics that `trace` reads; None: not available.
-        off_diagonal_reads: The statistics that `off_diagonal` reads; None: no computed tensor holds eigenvectors.
     """
 
     factor_decay: float = 0.95
@@ -72,7 +71,6 @@ class Curvature(ABC):
     takes_narrow: bool = False
     diagonal_reads: tuple[str, ...] | None = None
     trace_reads: tuple[str, ...] | None = None
-    off_diagonal_reads: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         """Show the type."""
@@ -262,17 +260,6 @@ class Curvature(ABC):
         Args:
             averages: The averages that `trace_reads` names ``[N, *shape]``, bias-corrected.
             d_out: The number of outputs.
-        """
-        raise NotImplementedError
-
-    def off_diagonal(
-        self, averages: Mapping[str, Tensor], computed: Mapping[str, Tensor]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` of each block ``[N]``, for each factor X with eigenvectors Q.
-
-        Args:
-            averages: The averages that `off_diagonal_reads` names ``[N, *shape]``, bias-corrected.
-            computed: The results of all tasks.
         """
         raise NotImplementedError
 

@@ -94,7 +94,7 @@ class EKFAC(KFAC):
     @property
     def _bases(self) -> tuple[str, ...]:
         """The names of the eigenvector tensors; diagonal factors have none."""
-        return tuple(f"Q{name}" for name in self.off_diagonal_reads or ())
+        return tuple(f"Q{name}" for name, side in (("A", self.A), ("G", self.G)) if side.matrices)
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
         """Return A, G, the second moments S, and s, the share of rows that S was measured on.

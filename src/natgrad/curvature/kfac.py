@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -246,20 +246,6 @@ class KFAC(Curvature):
     def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
         """Return tr A · tr G, with the identity as G for ``sides="a"``."""
         return self.A.trace(averages["A"]) * (d_out if self.sides == "a" else self.G.trace(averages["G"]))
-
-    @property
-    def off_diagonal_reads(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        """In the eigen forms, the factors that have eigenvectors."""
-        sides = {"A": self.A} if self.sides == "a" else {"A": self.A, "G": self.G}
-        names = tuple(name for name, side in sides.items() if side.matrices)
-        return names if names and self._decomposition == "eigen" else None
-
-    @override
-    def off_diagonal(
-        self, averages: Mapping[str, Tensor], computed: Mapping[str, Tensor]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
-        names = [name for name in self.off_diagonal_reads or () if f"Q{name}" in computed]
-        return [linalg.off_diagonal(averages[name], computed[f"Q{name}"]) for name in names]
 
     def spectrum(self, computed: Mapping[str, Tensor]) -> Tensor:
         """Return the eigenvalues of the block ``[N, o, i]``, v_G v_Aᵀ in the eigen forms, as a new tensor."""

@@ -20,7 +20,7 @@ both equally.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,6 @@ class TableKFAC(Curvature):
         self.factor_decay = factors.factor_decay
         names = ("D", "E", *(("t",) if self.sum_positions else ()), *(("G", "A", "T") if heads else ()))
         self.diagonal_reads = self.trace_reads = names
-        self.off_diagonal_reads = names if factors.off_diagonal_reads else None
 
     def __repr__(self) -> str:
         """Show the variant."""
@@ -136,12 +135,6 @@ class TableKFAC(Curvature):
     def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
         """Return tr R · tr C, which is the trace of F."""
         return self._factors.trace(self.merged(averages), d_out)
-
-    @override
-    def off_diagonal(
-        self, averages: Mapping[str, Tensor], computed: Mapping[str, Tensor]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
-        return self._factors.off_diagonal(self.merged(averages), computed)
 
     def merged(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the factors R and C of the one Kronecker product, as G and A of K-FAC.

@@ -51,22 +51,6 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values.clamp_(min=0), vectors, fine
 
 
-def off_diagonal(matrices: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` in the Frobenius norm ``[N]``.
-
-    The elements off the diagonal are summed directly, because the difference of ‖X‖² and the diagonal would cancel.
-
-    Args:
-        matrices: X, symmetric ``[N, d, d]``; only the lower triangles are read.
-        vectors: Q, orthogonal ``[N, d, d]``, eigenvectors in columns. Cost: 4 N d³ operations.
-    """
-    X = matrices.tril()
-    X = X + X.tril(-1).mT
-    rotated = product(vectors.mT, product(X, vectors))
-    rotated.diagonal(dim1=-2, dim2=-1).zero_()
-    return rotated.square().sum((-2, -1)), X.square().sum((-2, -1))
-
-
 def damped_inverse(matrices: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """Invert ``matrices + damping I`` by Cholesky, in float64 where their own dtype fails.
 

@@ -48,7 +48,6 @@ def conflicts(
     statistics, rule, name = statistics_of(curvature, layer), placement.rule, repr(curvature)
     computed, replays = computed_for(statistics), bool(replayed_statistics(statistics))
     separate = refresh is not None and refresh.separate
-    criterion = None if refresh is None else refresh.criterion
 
     where = str(placement)
     # A layer's only worker captures alone, but lookups are summed over all ranks.
@@ -74,13 +73,10 @@ def conflicts(
                 f"all sums of a layer are sent together there, and {refresh!r} captures the two sides at different "
             )
             yield Conflict("placement", where, allowed, reason + "steps")
-        if criterion is not None and criterion.stops:
-            reason = f"all layers are sent equally often there, and {refresh!r} stops some of them"
-            yield Conflict("placement", where, allowed, reason)
 
     if replays and separate:
         yield Conflict("refresh", repr(refresh), "one for both sides", f"the second pass of {name} sees both again")
-    if replays and criterion is not None:
+    if replays and refresh is not None and refresh.measure is not None:
         reason = f"{name} updates all layers at every second pass, and no rule can leave some out"
         yield Conflict("refresh", repr(refresh), "a natgrad.Refresh", reason)
 

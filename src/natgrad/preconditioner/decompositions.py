@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from natgrad.capture.reductions import Count
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.refresh import RowRefresh, observed, run_tasks
+from natgrad.preconditioner.refresh import RowRefresh, observed, run_tasks, share_decisions
 from natgrad.refresh.rule import SIDES
 
 
@@ -24,7 +24,7 @@ class Decompositions:
         """Exchange the results of decompositions in the background, if they are due or `at_once`."""
         parts = self._parts
         plan, keys = parts.structure.plan, parts.background.keys
-        with parts.scheduler.timed("renewing", parts.spent), parts.progress.phase("renew", parts.runtime):
+        with parts.progress.phase("renew", parts.runtime):
             try:
                 parts.background.collect(
                     plan,
@@ -36,7 +36,7 @@ class Decompositions:
                 )
             finally:
                 if not parts.background.keys:
-                    parts.scheduler.end_refresh(parts.groups, plan, keys)
+                    parts.scheduler.end_refresh(parts.groups, keys)
 
     def end(self) -> None:
         """End decompositions in progress, between two steps, so that the next passes use their results."""
@@ -56,23 +56,25 @@ class Decompositions:
         if parts.progress.last_factors is None and not parts.gathered:
             return
         begins = not parts.progress.has_curvature
-        with scheduler.timed("renewing", parts.spent), parts.progress.phase("renew", parts.runtime):
-            plan = parts.structure.plan
+        with parts.progress.phase("renew", parts.runtime):
             rows_updated = self._update_rows(count, damping)  # first, so that `observed` includes these layers
             captured = (capture.wanted or not parts.summed) and not parts.renews_in_background
             captured = captured and (capture.rows.wanted or not parts.gathered)
-            captured = captured and len(capture.sums.choice.sides) == len(SIDES)
+            captured = captured and len(capture.sums.sides) == len(SIDES)
             usable = parts.inspection.usable(parts.groups, observed(parts.groups), captured=captured)
             reads = scheduler.due_parts(parts.progress)
-            keys = scheduler.select_layers(parts.groups, plan, parts.runtime, usable, damping, parts.progress)
-            decided = scheduler.selects_layers and bool(usable)
-            work = parts.groups, plan, parts.runtime, keys, scheduler.kept_parts, damping
+            keys, decided = usable, scheduler.selects_layers and bool(usable)
+            if scheduler.selects_layers:
+                keys = scheduler.select_layers(parts.groups, usable, damping, parts.progress.step)
+                if parts.shares_work:
+                    share_decisions(parts.groups, parts.runtime)
+            work = parts.groups, parts.structure.plan, parts.runtime, keys, damping
             if parts.renews_in_background:
                 if not parts.background.begin(*work, parts.progress) and decided:
                     parts.progress.record_inverses(reads)
                 return
             updated = run_tasks(*work, parts.failure_counters, parts.structure.precision.wire, reads=reads)
-            scheduler.end_refresh(parts.groups, plan, keys)
+            scheduler.end_refresh(parts.groups, keys)
             decided = decided or updated or rows_updated
             if parts.agreed(decided) if begins else decided or parts.shares_work:
                 parts.progress.record_inverses(reads)

@@ -28,7 +28,7 @@ class Row:
             parameter. None before the second step.
         bytes: The bytes of curvature that this rank keeps for its layer, on the layer's first parameter.
         reason: Why it is left to the optimizer. Empty if it is preconditioned.
-        verdict: The last decision of a refresh rule: "kept", "stopped" or "waiting". Empty: refreshed, or no rule.
+        kept: Whether the refresh rule kept its layer's results at the last decision.
         preconditioned: Whether its layer's curvature has preconditioned it in any step so far.
         fallback: What preconditioned its layer in the last step in place of fresh curvature. Empty: nothing did.
         reduction: The reduction of its layer, if layers have different ones; else empty.
@@ -42,7 +42,7 @@ class Row:
     time: float | None = None
     bytes: int = 0
     reason: str = ""
-    verdict: str = ""
+    kept: bool = False
     preconditioned: bool = False
     fallback: str = ""
     reduction: str = ""
@@ -87,7 +87,7 @@ class Explanation(Printed):
                 "x".join(map(str, row.shape)),
                 (escape(row.curvature) or f"[dim]optimizer: {escape(row.reason)}[/dim]")
                 + ("" if row.reason or row.preconditioned else " [dim]not yet[/dim]")
-                + (f" [dim]{row.verdict}[/dim]" if row.verdict else "")
+                + (" [dim]kept[/dim]" if row.kept else "")
                 + (f" [red]now: {row.fallback}[/red]" if row.fallback else ""),
                 *([row.reduction] if shows_reduction else []),
                 owners,
@@ -126,7 +126,7 @@ def explain(parts: Parts) -> Explanation:
                         parameter=slot.label,
                         shape=slot.shape,
                         curvature=repr(group.curvature),
-                        verdict="" if group.decisions is None else group.decisions.describe(layer),
+                        kept=group.decisions is not None and group.decisions.keeps(layer),
                         owners=dict(structure.plan.assignments[layer.key].owners) if first else None,
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,

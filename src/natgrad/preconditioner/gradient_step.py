@@ -50,7 +50,7 @@ class GradientStep:
         the factor that `reduce` returned.
         """
         parts, progress = self._parts, self._parts.progress
-        with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):
+        with progress.phase("solve", parts.runtime):
             fallback, everything = self._fallback_policy(), self._collect()
             for bucket in _buckets(everything):
                 received = self._receive_rows(bucket)

@@ -92,10 +92,6 @@ class Parts:
         """Return `flag` of any rank if ranks are workers of some layers only, else that of this rank."""
         return self.runtime.any(flag) if self.shares_work else flag
 
-    def spent(self) -> float:
-        """Return the seconds of preconditioning so far."""
-        return sum(self.progress.seconds.values()) + self.capture.seconds
-
     def damping_now(self) -> float:
         """Return γ of the next step.
 

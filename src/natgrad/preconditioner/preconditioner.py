@@ -138,8 +138,8 @@ class Preconditioner:
                 pattern see, or ``count`` of them; positions with zero gradient are left out of the factors. With "sum"
                 L = Σ_r ℓ_r over samples. So a head sees only the rows of its own term, and a trunk with "mean" sees
                 each sample with its part of all terms.
-            refresh: When statistics are captured and decomposed: a `natgrad.Refresh`, `natgrad.Adaptive`,
-                `natgrad.Capped` or other `natgrad.RefreshRule`, or the name of a registered rule. A number n stands for
+            refresh: When statistics are captured and decomposed: a `natgrad.Refresh`, `natgrad.Adaptive` or
+                other `natgrad.RefreshRule`, or the name of a registered rule. A number n stands for
                 ``natgrad.Refresh(inverses=n)``.
             placement: Which ranks compute curvature and what they communicate: a name such as "comm-opt" or
                 "hybrid:0.5", or a `natgrad.Placement`, whose documentation lists the names.
@@ -311,7 +311,6 @@ class Preconditioner:
             self._second_pass.schedule(closure, count, statistics_before)
 
             progress.step += 1
-            parts.scheduler.end_step(parts.spent(), parts.background.seconds)
             self._statistics.choose_next()
             progress.ended = perf_counter()
             parts.inspection.report()
@@ -392,7 +391,6 @@ class Preconditioner:
                 parts.structure.root, [member.layer for group in parts.groups for member in group.members]
             )
             self.skipped_steps.attach()
-        parts.scheduler.find_stopped(parts.groups)
         parts.failure_counters.forget()
         parts.progress.began = parts.progress.ended = 0.0
 
@@ -456,8 +454,8 @@ class Preconditioner:
         "seconds/capture", "/reduce", "/renew" and "/solve": host seconds on statistics, their reduction, decompositions
         and preconditioning. "damping" and "kl_scale": γ and the factor of the KL clip in the last step.
 
-        Refresh rules add "layers_..." and "preconditioning_share" (docs/refresh.md), SNGD and HyLo the "epoch", the
-        number of "rows" in use, and whether "kid" selected them.
+        `Adaptive` adds "layers_refreshed" and "layers_kept" of the last decision, SNGD and HyLo the "epoch", the number
+        of "rows" in use, and whether "kid" selected them.
         """
         return {
             **self.parts.progress.metrics(self.parts.capture.seconds),
@@ -589,7 +587,7 @@ class Preconditioner:
         parts.background.drop(parts.progress)
         parts.progress.load_state_dict(state)
         parts.failure_counters.load_state_dict(state["watch"])
-        parts.scheduler.load_state_dict(state, parts.progress, parts.groups)
+        parts.scheduler.load_state_dict(state, parts.progress)
         if restarted:  # so that the next step captures and decomposes everything
             parts.progress.captured, parts.progress.refreshed = {}, {}
         self._statistics.choose_next()

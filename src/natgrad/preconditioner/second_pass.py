@@ -178,9 +178,7 @@ class SecondPass:
             keys = self._learn(batch, sums, groups, views)
             if batch.damping is not None:
                 plan, wire = parts.structure.plan, parts.structure.precision.wire
-                run_tasks(
-                    groups, plan, parts.runtime, keys, (), batch.damping, parts.failure_counters, wire, replayed=True
-                )
+                run_tasks(groups, plan, parts.runtime, keys, batch.damping, parts.failure_counters, wire, replayed=True)
 
     def _sums(self, batch: _Batch, views: list[BlockGroup]) -> StatisticsBuffer:
         """Run the second pass, and return the sums over all ranks of groups with the replayed statistics.

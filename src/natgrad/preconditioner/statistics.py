@@ -5,10 +5,10 @@ from __future__ import annotations
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.reductions import Count
 from natgrad.capture.rows import Origin, RowBuffer
-from natgrad.capture.sums import Choice, StatisticsBuffer
+from natgrad.capture.sums import StatisticsBuffer, of_sides
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.refresh import fold
+from natgrad.preconditioner.refresh import update_averages
 
 
 class Statistics:
@@ -43,12 +43,11 @@ class Statistics:
     def choose_next(self) -> None:
         """Choose what the hooks capture in the next step."""
         parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
-        choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
-        layers = [(member.layer.name, group) for group in parts.summed for member in group.members]
+        sides = scheduler.due_statistics(parts.progress)
         capture.reset(
-            wanted=any(choice.statistics(name, group) for name, group in layers),
+            wanted=any(of_sides(group, sides) for group in parts.summed),
             rows=bool(parts.gathered) and "gradients" in scheduler.due_parts(parts.progress),
-            choice=choice,
+            sides=sides,
         )
         capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows.wanted)
 
@@ -62,7 +61,7 @@ class Statistics:
     def likelihood(self) -> Likelihood | None:
         """The likelihood from which the next step samples labels. None: it needs no labels."""
         parts, capture = self._parts, self._parts.capture
-        sums = capture.wanted and "gradients" in capture.sums.choice.sides
+        sums = capture.wanted and "gradients" in capture.sums.sides
         wanted = (one.curvature for one in parts.groups if (capture.rows.wanted if one.gathered else sums))
         return next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
 
@@ -73,7 +72,7 @@ class Statistics:
         sums = capture.sums
         if parts.runtime.ranks == 1 and sums.empty:
             return
-        wire, sides = parts.structure.precision.wire, sums.choice.sides
+        wire, sides = parts.structure.precision.wire, sums.sides
         with parts.progress.phase("reduce", parts.runtime):
             sums.close(*parts.gains(count))
             if parts.renews_in_background:
@@ -83,9 +82,11 @@ class Statistics:
             if "gradients" in sides:
                 parts.inspection.look(parts.groups, sums, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):
-            updated = fold(sums, parts.failure_counters)
-            # The host waits for the result only before the first update: a checkpoint loader may step before any
-            # forward pass, and the first batch may not be finite.
-            first = parts.progress.last_factors is None
-            if parts.agreed(bool(updated)) if first else updated is not None or parts.shares_work:
+            updated = update_averages(sums, parts.failure_counters)
+            counts = bool(updated) or parts.shares_work
+            if parts.progress.last_factors is None:
+                # The host waits for the result only before the first update: a checkpoint loader may step before any
+                # forward pass, and the first batch may not be finite.
+                counts = parts.agreed(any(bool(blocks.any()) for blocks in updated))
+            if counts:
                 parts.progress.record_factors(sides)

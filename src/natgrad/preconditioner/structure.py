@@ -83,8 +83,8 @@ class Structure:
         """Prepare the groups for a refresh rule."""
         for group in self.groups:
             group.inputs_apart = rule.separate and 0 < len(group.input_statistics) < len(group.statistics)
-            if rule.criterion is not None and not group.gathered:
-                group.decisions = DecisionState(group, compares_averages=rule.criterion.measure == "drift")
+            if rule.measure is not None and not group.gathered:
+                group.decisions = DecisionState(group, rule.measure)
 
     def digest(self) -> int:
         """Return a number that is the same on ranks with the same plan for the same layers."""
@@ -98,7 +98,7 @@ class Structure:
     def _planned(self) -> Plan[str]:
         works = {layer.key: demand_of(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
         # Layers that remain keep their workers, because other ranks may not have their curvature, and "auto" chooses
-        # once. It chooses comm-opt for curvatures that read computed tensors or gather rows, and for rules with a cap.
+        # once. It chooses comm-opt for curvatures that read computed tensors or gather rows.
         placement, factor_refreshes = self._placement, 10.0
         if placement.positions is not None and self._refresh is not None:
             intervals = self._refresh.intervals(0)
@@ -107,7 +107,6 @@ class Structure:
             computed_for(own) or gathered(own)
             for own in (statistics_of(curvature, layer) for layer, curvature in self.coverage.layers)
         )
-        needs_comm_opt = needs_comm_opt or (self._refresh is not None and self._refresh.share is not None)
         if placement.name == "auto" and needs_comm_opt:
             placement = replace(placement, name="comm-opt")
         plan = make_plan(

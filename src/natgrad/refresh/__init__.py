@@ -1,9 +1,8 @@
 """Rules that decide when curvature is recomputed, from counters and measured numbers."""
 
-from natgrad.refresh.criteria import BasisRule, DriftRule, TraceRule
+from natgrad.refresh.criteria import DriftRule, TraceRule
 from natgrad.refresh.policy import (
     Adaptive,
-    Capped,
     DoublingInterval,
     GrowingInterval,
     MultiStepInterval,
@@ -21,9 +20,7 @@ Rule = RefreshRule
 
 __all__ = [
     "Adaptive",
-    "BasisRule",
     "Candidate",
-    "Capped",
     "Clock",
     "DoublingInterval",
     "DriftRule",

@@ -1,16 +1,16 @@
-"""Refresh rules: fixed and scheduled intervals, layers chosen by a criterion, a limit on time; and their names."""
+"""Refresh rules: fixed and scheduled intervals, layers chosen by a rule; and their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 from typing_extensions import override
 
 from natgrad.errors import require, require_one_of
-from natgrad.refresh.criteria import BasisRule, DriftRule, TraceRule
-from natgrad.refresh.rule import INTERVAL, NORM, SIDES, By, Measure, Reads, RefreshRule, Side, check_by
+from natgrad.refresh.criteria import DriftRule, TraceRule
+from natgrad.refresh.rule import INTERVAL, SIDES, Candidate, Measure, Reads, RefreshRule, Side
 from natgrad.schedule import Schedule, check_number, check_schedule, is_whole, value_at
 
 
@@ -74,47 +74,44 @@ class Refresh(RefreshRule):
     def inverse_interval(self, step: int, reads: Reads = "both") -> float:
         return _interval("inverses", self.inverses, reads, step)
 
-    @override
-    def settings(self, step: int) -> object:
-        return self.intervals(step)  # callables cannot be compared between ranks
-
 
 @dataclass(frozen=True)
 class Adaptive(RefreshRule):
-    """Decompose only the layers or factors that a rule chooses when inverses are due. The first refresh includes all.
+    """Decompose only the layers that a rule chooses when inverses are due. The first refresh includes all.
 
     Attributes:
-        rule: `natgrad.TraceRule`, `natgrad.DriftRule`, `natgrad.BasisRule` or your own `natgrad.RefreshRule`. Required.
-        by: "layer": a layer is decomposed as a whole, by the factor that has changed most. "factor": each factor
-            separately, for rules that measure factors. Decompositions that read a common statistic are still decided
-            together, such as both inverses of K-FAC.
+        rule: `natgrad.TraceRule`, `natgrad.DriftRule` or your own `natgrad.RefreshRule` with a `measure`. Required.
         factors: Steps between two captures of statistics: a number, or a callable of the step.
         inverses: Steps between two decisions: a number, or a callable of the step.
 
     Raises:
-        ValueError: if `rule` is not a refresh rule, if `by` is "factor" with a rule that measures whole layers, or if
-            an interval is below 1.
+        ValueError: if `rule` is not such a rule, or if an interval is below 1.
     """
 
     rule: RefreshRule | None = None
-    by: By = field(default="layer", kw_only=True)
     factors: Schedule = field(default=1, kw_only=True)
     inverses: Schedule = field(default=10, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the rule and both intervals."""
-        chooses = isinstance(self.rule, RefreshRule) and self.rule.criterion is not None
+        chooses = isinstance(self.rule, RefreshRule) and self.rule.measure is not None
         require(chooses, "rule", self.rule, "a rule such as natgrad.TraceRule()")
-        check_by("by", self.by, self.criterion)
         for name in ("factors", "inverses"):
             check_schedule(name, getattr(self, name), INTERVAL, minimum=1)
 
     @property
+    def _rule(self) -> RefreshRule:
+        assert self.rule is not None  # the constructor requires it
+        return self.rule
+
+    @property
     @override
-    def criterion(self) -> RefreshRule:
-        criterion = None if self.rule is None else self.rule.criterion
-        assert criterion is not None  # the constructor requires it
-        return criterion
+    def measure(self) -> Measure | None:  # type: ignore[override]
+        return self._rule.measure
+
+    @override
+    def due(self, step: int, candidates: Sequence[Candidate]) -> Collection[str]:
+        return self._rule.due(step, candidates)
 
     @override
     def factor_interval(self, step: int, side: Side = "gradients") -> float:
@@ -123,97 +120,6 @@ class Adaptive(RefreshRule):
     @override
     def inverse_interval(self, step: int, reads: Reads = "both") -> float:
         return value_at("inverses", self.inverses, step, INTERVAL, minimum=1)
-
-    @override
-    def settings(self, step: int) -> object:
-        return repr(self.rule), self.by, self.intervals(step)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.rule is None else self.rule.state_dict()
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.rule is not None:
-            self.rule.load_state_dict(state)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capped(RefreshRule):
-    """Limit preconditioning to at most `share` of the training time, on top of another rule.
-
-    The limit includes capture, messages, decompositions and products with gradients, in host seconds summed over the
-    ranks. When inverses are due, the layers that have changed most are decomposed first, as far as the limit allows;
-    the others wait. After the limit has been exceeded, nothing is captured or decomposed until the average is below it
-    again. The first refresh includes all layers. Evaluations and checkpoints between steps are not training time.
-    Decompositions in the background count as if steps waited for them.
-
-    Attributes:
-        refresh: The rule with the intervals: `natgrad.Refresh`, `natgrad.Adaptive` or your own `natgrad.RefreshRule`.
-        share: The share of the training time, in (0, 1).
-
-    Raises:
-        ValueError: if `refresh` is not a refresh rule, or has `natgrad.Sides` or a limit on time; or if `share` is not
-            in (0, 1).
-    """
-
-    refresh: RefreshRule = field(default_factory=Refresh)
-    share: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Check the rule and the share."""
-        fits = isinstance(self.refresh, RefreshRule) and not self.refresh.separate and self.refresh.share is None
-        require(fits, "refresh", self.refresh, "a natgrad.Refresh without natgrad.Sides, or a natgrad.Adaptive")
-        check_number("share", self.share, "a number in (0, 1)", minimum=0, strict=True)
-        require(self.share < 1, "share", self.share, "a number in (0, 1)")
-
-    @property
-    @override
-    def criterion(self) -> RefreshRule:
-        return self.refresh.criterion or NORM
-
-    @property
-    @override
-    def by(self) -> By:  # type: ignore[override]
-        return self.refresh.by
-
-    # Intervals are those of the rule without a limit.
-
-    @override
-    def factor_interval(self, step: int, side: Side = "gradients") -> float:
-        return self.refresh.factor_interval(step, side)
-
-    @override
-    def inverse_interval(self, step: int, reads: Reads = "both") -> float:
-        return self.refresh.inverse_interval(step, reads)
-
-    @override
-    def intervals(self, step: int) -> dict[str, float]:
-        return self.refresh.intervals(step)
-
-    @override
-    def factors_due(self, step: int, last: int | None, side: Side = "gradients") -> bool:
-        return self.refresh.factors_due(step, last, side)
-
-    @override
-    def inverses_due(self, step: int, last: int | None, reads: Reads = "both") -> bool:
-        return self.refresh.inverses_due(step, last, reads)
-
-    @override
-    def check(self, step: int) -> None:
-        self.refresh.check(step)
-
-    @override
-    def settings(self, step: int) -> object:
-        return self.share, self.refresh.settings(step)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self.refresh.state_dict()
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.refresh.load_state_dict(state)
 
 
 # --- Schedules: callables of the step that return an interval -------------------------------------------------------
@@ -384,8 +290,6 @@ _RULES: dict[str, Callable[[], RefreshRule]] = {
     "fixed": Refresh,
     "trace": TraceRule,
     "drift": DriftRule,
-    "basis": BasisRule,
-    "capped": Capped,
 }
 
 
@@ -416,7 +320,7 @@ def resolve_refresh(refresh: object) -> RefreshRule:
     Raises:
         ValueError: if `refresh` is none of these, or attributes of the rule are not allowed.
     """
-    allowed = "a natgrad.Refresh, natgrad.Adaptive or natgrad.Capped, another natgrad.RefreshRule, one of the names "
+    allowed = "a natgrad.Refresh or natgrad.Adaptive, another natgrad.RefreshRule, one of the names "
     allowed += f"{', '.join(_RULES)}, or a whole number ≥ 1"
     if is_whole(refresh):
         require(refresh >= 1, "refresh", refresh, allowed)
@@ -426,11 +330,6 @@ def resolve_refresh(refresh: object) -> RefreshRule:
         refresh = _RULES[refresh]()
     require(isinstance(refresh, RefreshRule), "refresh", refresh, allowed)
     assert isinstance(refresh, RefreshRule)
-    criterion, name = refresh.criterion, type(refresh).__name__
-    if refresh.share is not None:
-        check_number(f"{name}.share", refresh.share, "a number in (0, 1)", minimum=0, strict=True)
-        require(refresh.share < 1, f"{name}.share", refresh.share, "a number in (0, 1)")
-    if criterion is not None:
-        require_one_of(f"{type(criterion).__name__}.measure", criterion.measure, *get_args(Measure))
-        check_by(f"{name}.by", refresh.by, criterion)
+    if refresh.measure is not None:
+        require_one_of(f"{type(refresh).__name__}.measure", refresh.measure, *get_args(Measure))
     return refresh

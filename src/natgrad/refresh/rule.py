@@ -1,18 +1,12 @@
-"""The interface of refresh rules.
-
-A rule decides by counters and measured numbers only. The number that it remembers for each layer is stored outside of
-the rule (`natgrad.preconditioner.refresh.scheduler`), sent to the other ranks and saved in checkpoints, so that all
-ranks decide equally.
-"""
+"""The interface of refresh rules."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, nan
-from typing import Any, Literal, TypeAlias, get_args
+from math import inf
+from typing import Literal, TypeAlias
 
-from natgrad.errors import require, require_one_of
 from natgrad.schedule import check_number
 
 # The source of a statistic. "gradients": every source that needs a backward pass.
@@ -23,12 +17,7 @@ Reads: TypeAlias = Literal["inputs", "gradients", "both"]
 SIDES: tuple[Side, ...] = ("inputs", "gradients")
 READS: tuple[Reads, ...] = (*SIDES, "both")
 
-Verdict: TypeAlias = Literal["renew", "keep", "stop"]
-Measure: TypeAlias = Literal["nothing", "trace", "norm", "drift", "basis"]
-By: TypeAlias = Literal["layer", "factor"]
-
-# Measures of single factors. The others are measures of whole layers.
-OF_FACTORS: tuple[Measure, ...] = ("drift", "basis")
+Measure: TypeAlias = Literal["trace", "drift"]
 
 INTERVAL = "a number of steps >= 1"
 """The allowed values of intervals, for error messages."""
@@ -36,72 +25,62 @@ INTERVAL = "a number of steps >= 1"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer, or one of its factors, whose decomposition is due.
+    """A layer whose decompositions are due.
 
     Attributes:
         layer: The name of its module.
-        index: The position of the layer among all preconditioned layers, equal on all ranks.
-        statistics: The names of the statistics that would be decomposed, such as "A" and "G".
-        step: The number of completed steps.
-        value: The measured number (`RefreshRule.measure`); nan if it is not available.
-        last: The last result of `RefreshRule.remember` for the layer. None: there is none.
-        change: The result of `RefreshRule.change` for `value` and `last`.
-        work: The cost of the decomposition, in the unit of ``plan.weights``.
+        change: By how much it has changed (`RefreshRule.measure`); infinite if unknown.
     """
 
     layer: str
-    index: int
-    statistics: frozenset[str]
-    step: int
-    value: float = nan
-    last: float | None = None
     change: float = inf
-    work: float = 0.0
 
 
 class RefreshRule:
     """Decides when statistics are captured and when layers are decomposed.
 
-    Every method has a default; a rule that overrides none behaves like ``natgrad.Refresh()``. Override the intervals,
-    or `factors_due` and `inverses_due` if intervals are not enough. A rule that also chooses among the layers sets
-    `measure` and overrides `verdict` (for a single layer) or `decide` (for all layers that are due together).
+    Every method has a default; a rule that overrides none behaves like ``natgrad.Refresh()``. A rule that chooses among
+    the layers sets `measure` and overrides `due`; `natgrad.Adaptive` gives it other intervals.
 
     The methods must change nothing and depend only on their arguments and the rule's options, because all ranks call
     them, any number of times, and must get the same answers. The first capture and decomposition are due at once, and a
     failed decomposition at the next decision, whatever the rule returns.
 
     Example:
-        >>> class PowersOfTwo(natgrad.RefreshRule):
-        ...     def inverses_due(self, step, last, reads="both"):
-        ...         return step & (step - 1) == 0
-        >>> preconditioner = natgrad.Preconditioner(model, refresh=PowersOfTwo())
+        >>> class LargestDrift(natgrad.RefreshRule):
+        ...     measure = "drift"
+        ...
+        ...     def due(self, step, candidates):
+        ...         most = max(candidate.change for candidate in candidates)
+        ...         return {candidate.layer for candidate in candidates if candidate.change == most}
+        >>> preconditioner = natgrad.Preconditioner(model, refresh=LargestDrift())
 
     Attributes:
-        measure: What is measured of each layer when decompositions are due. None: all layers are decomposed.
-            "nothing": the rule uses the other attributes of a `Candidate`. "trace": the trace of the damped Fisher
-            block. "norm": the product of the Frobenius norms of its statistics. "drift": ``‖X - X_last‖ / ‖X_last‖`` of
-            each statistic X, where X_last was decomposed last. "basis": ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of each factor X
-            with eigenvectors Q. The last two are measured for each factor; the value of a layer is the largest. Layers
-            that cannot be measured are always decomposed. Measuring waits for the device.
-        by: "layer": a layer is decomposed as a whole. "factor": each factor separately, except decompositions that read
-            a common statistic; only with "drift", "basis" and "nothing".
-        stops: Whether a verdict may be "stop". Rules that stop layers do not work with placement "pipelined".
-        share: The share of the training time that preconditioning may take, in (0, 1). None: no limit. If it is used
-            up, the layers with the smallest `Candidate.change` wait, and statistics are not captured.
+        measure: What is measured of each layer when decompositions are due. None: nothing, and all layers are
+            decomposed. "trace": the relative change of the trace of the damped Fisher block since the last decision.
+            "drift": the largest ``‖X - X_last‖ / ‖X_last‖`` of its statistics X, where X_last was decomposed last.
+            Measuring waits for the device.
         separate: Whether statistics of inputs and of gradients have different intervals.
     """
 
     measure: Measure | None = None
-    by: By = "layer"
-    stops: bool = False
-    share: float | None = None
     separate: bool = False
 
     def __repr__(self) -> str:
         """Show the rule and its options."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
-    # --- By counters ----------------------------------------------------------------------------------------------
+    def due(self, step: int, candidates: Sequence[Candidate]) -> Collection[str]:
+        """Return the names of the layers to decompose, out of the `candidates`; by default all.
+
+        Called with a `measure` only. If layers have fewer workers than there are ranks, each rank decides only on
+        layers of which it is a worker.
+
+        Args:
+            step: Completed steps.
+            candidates: The layers whose decompositions are due.
+        """
+        return {candidate.layer for candidate in candidates}
 
     def factor_interval(self, step: int, side: Side = "gradients") -> float:
         """Return the steps between two captures of the statistics of one side, after `step` completed steps.
@@ -130,26 +109,6 @@ class RefreshRule:
             "inverses": mean_interval([self.inverse_interval(step, side) for side in SIDES]),
         }
 
-    def factors_due(self, step: int, last: int | None, side: Side = "gradients") -> bool:
-        """Return whether the step after `step` completed ones captures the statistics of one side.
-
-        Args:
-            step: Completed steps.
-            last: The `step` of the last capture. None: never; then they are captured in any case.
-            side: The side.
-        """
-        return _due(self.factor_interval(step, side), step, last)
-
-    def inverses_due(self, step: int, last: int | None, reads: Reads = "both") -> bool:
-        """Return whether the step after `step` completed ones decomposes the parts that read `reads`.
-
-        Args:
-            step: Completed steps.
-            last: The `step` of the last decomposition. None: never; then they are decomposed in any case.
-            reads: The side that the parts read, or "both".
-        """
-        return _due(self.inverse_interval(step, reads), step, last)
-
     def check(self, step: int) -> None:
         """Check the intervals of the step after `step` completed ones, before it changes anything.
 
@@ -174,90 +133,6 @@ class RefreshRule:
                 options[name] = value
         return type(self).__name__, options, self.intervals(step)
 
-    # --- By measured numbers --------------------------------------------------------------------------------------
-
-    @property
-    def criterion(self) -> RefreshRule | None:
-        """The rule that chooses among the layers: this one, one that it contains, or None."""
-        if self.measure is not None:
-            return self
-        return None if self.share is None else NORM
-
-    def change(self, value: float, last: float | None) -> float:
-        """Return by how much a layer or factor has changed; infinite if unknown.
-
-        By default the value itself for "drift" and "basis", otherwise its change relative to `last`.
-
-        Args:
-            value: The measured value.
-            last: The last result of `remember`. None: none yet.
-        """
-        if self.measure in OF_FACTORS:
-            return value if isfinite(value) else inf
-        return relative(value, last)
-
-    def verdict(self, change: float) -> Verdict:
-        """Return the verdict on a layer or factor with this `change`.
-
-        "renew": it is decomposed. "keep": it is not, until the next decision. "stop": it is no longer captured, sent or
-        decomposed.
-        """
-        return "renew"
-
-    def decide(self, candidates: Sequence[Candidate]) -> Sequence[Verdict]:
-        """Return the verdict on each candidate that is due in this step; by default `verdict` of its change.
-
-        If layers have fewer workers than there are ranks, each rank decides only on layers of which it is a worker.
-        """
-        return [self.verdict(candidate.change) for candidate in candidates]
-
-    def remember(self, value: float, last: float | None, *, renewed: bool) -> float | None:
-        """Return the number to store for a layer until its next decision, also in checkpoints.
-
-        By default the "trace" or "norm" at the last decomposition.
-
-        Args:
-            value: The measured number; for several factors the largest.
-            last: The previous result. None: there is none.
-            renewed: Whether the layer is decomposed.
-        """
-        if self.measure in OF_FACTORS:
-            return None
-        return value if renewed and isfinite(value) else last
-
-    # --- Checkpoints ----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers for checkpoints, besides the results of `remember`; by default none.
-
-        For rules with further state, such as a validation loss, which must be equal on all ranks.
-        """
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; not called if a checkpoint has no such state."""
-        return
-
-
-class NormRule(RefreshRule):
-    """Refresh all layers, first those whose norm has changed most since their last decomposition.
-
-    `natgrad.Capped` uses it if there is no other criterion. By the triangle inequality the relative change of the
-    product of norms is a lower bound of the relative change of a Kronecker product.
-    """
-
-    measure = "norm"
-
-
-NORM = NormRule()
-
-
-def relative(value: float, last: float | None) -> float:
-    """Return ``|value - last| / |last|``; infinite if `last` is None or 0, or a number is not finite."""
-    if last is None or last == 0 or not (isfinite(value) and isfinite(last)):
-        return inf
-    return abs(value - last) / abs(last)
-
 
 def mean_interval(intervals: Sequence[float]) -> float:
     """Return the harmonic mean of intervals: the interval with the same mean rate."""
@@ -271,18 +146,3 @@ def side_of(names: Collection[str], inputs: Collection[str]) -> Reads:
     if names and all(name in inputs for name in names):
         return "inputs"
     return "both" if any(name in inputs for name in names) else "gradients"
-
-
-def check_by(name: str, by: object, criterion: RefreshRule) -> None:
-    """Check that a criterion can decide by "layer" or by "factor".
-
-    Raises:
-        ValueError: if `by` is neither, or is "factor" and the criterion measures whole layers.
-    """
-    require_one_of(name, by, *get_args(By))
-    fits = by == "layer" or criterion.measure in (*OF_FACTORS, "nothing")
-    require(fits, name, by, f"'layer' with {criterion!r}, which measures whole layers")
-
-
-def _due(interval: float, step: int, last: int | None) -> bool:
-    return last is None or step - last >= interval

@@ -60,9 +60,7 @@ def _preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer
         damping=_damping(job),
         kl_clip=job.kl_clip,
         reduction=task.reduction,
-        refresh=refresh_rules.build(
-            job.refresh, factors=job.factors, inverses=job.inverses, by=job.by, share=job.share
-        ),
+        refresh=refresh_rules.build(job.refresh, factors=job.factors, inverses=job.inverses),
         placement=job.placement,
         seed=job.seed,
     )

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 from natgrad import recipes, tasks
 from natgrad.errors import ArgumentError, require
-from natgrad.refresh.rule import By
 
 from . import averagers, curvatures, optimizers, refresh_rules
 from .nodes import machines
@@ -19,6 +18,9 @@ from .option_errors import options_named
 
 # The settings that may change when a run is resumed.
 CHANGEABLE = ("epochs", "steps", "workers", "nodes", "device")
+
+# Fields that jobs of earlier versions have, with the only value that is still accepted.
+_REMOVED = {"by": "layer", "share": None}
 
 # The largest whole number of a job: seeds of ranks, which are 65536 times as large, then fit into 64 bits.
 _MOST = 10**12
@@ -52,8 +54,6 @@ class Job:
         factors: Steps between updates of the factors.
         inverses: Steps between decompositions.
         refresh: "fixed", or a rule that decides on each refresh (see `refresh_rules.build`).
-        by: The unit of a rule's decisions, "layer" or "factor".
-        share: The largest share of the time for preconditioning; None: no limit.
         damping: The damping; None: the curvature's default.
         kl_clip: The bound of the KL clip; None or 0: off.
         epochs: Passes over the training set; None, if `steps` is None too: the task's default.
@@ -85,8 +85,6 @@ class Job:
     factors: int = 1
     inverses: int = 10
     refresh: str = "fixed"
-    by: By = "layer"
-    share: float | None = None
     damping: float | None = None
     kl_clip: float | None = 1e-3
     epochs: int | None = None
@@ -106,7 +104,7 @@ class Job:
         Raises:
             ValueError: A field is not allowed.
         """
-        for name in ("task", "recipe", "optimizer", "schedule", "curvature", "placement", "refresh", "by", "averaging"):
+        for name in ("task", "recipe", "optimizer", "schedule", "curvature", "placement", "refresh", "averaging"):
             require(isinstance(getattr(self, name), str), name, getattr(self, name), "a string")
         for name in ("form", "fisher", "sharing"):
             require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "a string")
@@ -135,7 +133,7 @@ class Job:
         if self.fisher is not None:
             _check_choice("fisher", self.fisher, get_args(Fisher))
         optimizers.check(self.optimizer, self.options)
-        refresh_rules.build(self.refresh, factors=self.factors, inverses=self.inverses, by=self.by, share=self.share)
+        refresh_rules.build(self.refresh, factors=self.factors, inverses=self.inverses)
         if self.curvature != "none":
             curvatures.check(self.curvature, self.all_curvature_options)
         require(
@@ -273,6 +271,9 @@ class Job:
             ValueError: A field is unknown, missing or not allowed.
         """
         allowed = [job_field.name for job_field in fields(cls)]
+        for name, value in _REMOVED.items():
+            require(values.get(name, value) == value, name, values.get(name), f"{value!r}: the option was removed")
+        values = {name: value for name, value in values.items() if name not in _REMOVED}
         for name, value in values.items():
             require(name in allowed, name, value, f"a field of a job: {', '.join(allowed)}")
         require("task" in values, "task", None, f"one of {', '.join(tasks.names())}")

@@ -10,7 +10,7 @@ from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.tensors import along, diagonals
 
 
-def fold(sums: StatisticsBuffer, failure_counters: FailureCounters) -> Tensor | None:
+def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -> list[Tensor]:
     """Update the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
     Blocks without samples, with non-finite sums and with outliers (`Curvature.largest_growth`) stay unchanged. So do
@@ -21,9 +21,9 @@ def fold(sums: StatisticsBuffer, failure_counters: FailureCounters) -> Tensor | 
         failure_counters: Counts blocks with non-finite sums and with outliers.
 
     Returns:
-        Whether any block was updated (device bool). None if there are no blocks.
+        Which blocks were updated, for each group of blocks that arrived (device bools).
     """
-    updated: Tensor | None = None
+    updated = []
     for piece in sums.arrived():
         group, blocks = piece.group, piece.blocks
         seen, finite = piece.samples > 0, _finite(piece)
@@ -37,7 +37,7 @@ def fold(sums: StatisticsBuffer, failure_counters: FailureCounters) -> Tensor | 
         _correct(piece, fine)
         group.failures.record_statistics(blocks, fine, counts & ~finite)
         failure_counters.count_skipped_factors(group, blocks, (seen & ~finite) | outlier)
-        updated = fine.any() if updated is None else updated | fine.any().to(updated.device)
+        updated.append(fine)
     return updated
 
 

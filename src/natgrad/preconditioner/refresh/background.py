@@ -10,7 +10,7 @@ on averages that all ranks hold, so all ranks stay identical to the last bit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from natgrad.errors import CurvatureError
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.refresh.averages import fold
+from natgrad.preconditioner.refresh.averages import update_averages
 from natgrad.preconditioner.refresh.tasks import RAISED, TaskRun, compute, conclude, task_runs
 from natgrad.specs import Statistic, Task
 from natgrad.state.block_group import BlockGroup, unpacked
@@ -56,15 +56,10 @@ class _Refresh:
 
 
 class BackgroundRefresh:
-    """The sums being sent and the refresh in progress of one preconditioner.
-
-    Attributes:
-        seconds: The time that the thread has worked so far without a step waiting for it.
-    """
+    """The sums being sent and the refresh in progress of one preconditioner."""
 
     def __init__(self) -> None:
         """Start with nothing in progress. The thread starts with the first refresh."""
-        self.seconds = 0.0
         self._departed: StatisticsBuffer | None = None
         self._refresh: _Refresh | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -98,7 +93,7 @@ class BackgroundRefresh:
         if self._departed is None or (alone and not self._departed.completes_locally):
             return
         departed, self._departed = self._departed, None
-        fold(departed, failure_counters)
+        update_averages(departed, failure_counters)
 
     # --- Refreshes ----------------------------------------------------------------------------------------------
 
@@ -108,16 +103,15 @@ class BackgroundRefresh:
         plan: Plan[str],
         runtime: Communicator,
         keys: set[str],
-        kept: Collection[tuple[str, str]],
         damping: float,
         progress: StepCounters,
     ) -> bool:
         """Start to run the tasks of some layers, as `run_tasks` does; return whether there is anything to do.
 
-        No refresh may be in progress. `keys` and `kept` are the same on every rank.
+        No refresh may be in progress. `keys` are the same on every rank.
         """
         assert self._refresh is None
-        runs = task_runs(groups, plan, keys, kept=kept)
+        runs = task_runs(groups, plan, keys)
         if not runs:
             return False
         pieces = [self._submit(run, damping) if run.owner in (None, runtime.rank) else [] for run in runs]
@@ -206,9 +200,8 @@ class BackgroundRefresh:
     def _keep(self, run: TaskRun, pieces: list[tuple[slice, Future[_Outcome]]]) -> Exception | None:
         """Wait for the thread and store its results; return the error that was raised, if any."""
         group, error = run.group, None
-        seconds = waited = 0.0
+        seconds = 0.0
         for blocks, future in pieces:
-            started = perf_counter()
             try:
                 written, fine, spent = future.result()
             except Exception as raised:
@@ -216,7 +209,6 @@ class BackgroundRefresh:
                 error = error if failed else raised
                 run.success += [0.0 if failed else RAISED] * (blocks.stop - blocks.start)
                 continue
-            waited += perf_counter() - started
             seconds += spent
             for tensor in (*written.values(), fine):
                 if tensor.device in self._streams:
@@ -225,7 +217,6 @@ class BackgroundRefresh:
             run.keep(blocks, {name: tensor.to(*place) for name, tensor in written.items()}, fine.to(group.device))
         if pieces:
             group.charge(run.members, seconds)
-        self.seconds += max(0.0, seconds - waited)
         return error
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:

@@ -143,7 +143,6 @@ def run_tasks(
     plan: Plan[str],
     runtime: Communicator,
     keys: Collection[str],
-    kept: Collection[tuple[str, str]],
     damping: float,
     failure_counters: FailureCounters,
     wire: torch.dtype | None = None,
@@ -158,7 +157,6 @@ def run_tasks(
         plan: The owner of each task.
         runtime: The ranks.
         keys: The layers, which have statistics; the same on all their workers.
-        kept: The tasks that are not run: pairs of layer key and task name.
         damping: γ of this refresh.
         failure_counters: Counts failures.
         wire: The dtype in which matrices are sent, if narrower than that in which they are held.
@@ -168,7 +166,7 @@ def run_tasks(
     Returns:
         Whether there was anything to do.
     """
-    runs = task_runs(groups, plan, keys, kept=kept, reads=reads, replayed=replayed)
+    runs = task_runs(groups, plan, keys, reads=reads, replayed=replayed)
     for run in runs:
         run.group.allocate_results()
         if run.owner in (None, runtime.rank):
@@ -204,7 +202,6 @@ def task_runs(
     plan: Plan[str],
     keys: Collection[str],
     *,
-    kept: Collection[tuple[str, str]] = (),
     reads: Collection[Reads] = READS,
     replayed: bool = False,
 ) -> list[TaskRun]:
@@ -221,8 +218,7 @@ def task_runs(
                 continue
             for member in group.members:
                 begun = task.after_replay and all(group.good[task.name][member.blocks])
-                due = member.layer.key in keys and (member.layer.key, task.name) not in kept
-                if not due or begun != replayed:
+                if member.layer.key not in keys or begun != replayed:
                     continue
                 owner, last = plan.assignments[member.layer.key].owners[task.name], runs[-1] if runs else None
                 place = owner, group, task, member.start
