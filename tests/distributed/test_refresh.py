@@ -6,13 +6,15 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import natgrad
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, messages, train
+from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, messages, place, train
+from tests.refresh.own_rules import LargestDrift, RoundRobin
 
 SIDES = natgrad.Refresh(factors=natgrad.Sides(inputs=3, gradients=2), inverses=natgrad.Sides(inputs=6, gradients=4))
 RULES = {
     "sides": SIDES,
     "trace": natgrad.Adaptive(natgrad.TraceRule(upper=0.05), factors=1, inverses=2),
     "drift": natgrad.Adaptive(natgrad.DriftRule(0.3), factors=1, inverses=2),
+    "round robin": RoundRobin(2),
 }
 STEPS = 13
 
@@ -174,3 +176,50 @@ def test_rules_send_no_message_of_their_own(ranks):
     fixed = Job(refresh={"factors": 1, "inverses": 2}, options={"placement": "comm-opt"})
     always = replace(fixed, refresh=natgrad.Adaptive(natgrad.DriftRule(1e-12), factors=1, inverses=2))
     assert ranks.run(2, sent_by, fixed, range(6)) == ranks.run(2, sent_by, always, range(6))
+
+
+# --- Of a user's own ------------------------------------------------------------------------------------------------
+
+
+def test_layers_compared_with_one_another(ranks):
+    """As one process compares them, where each rank is a worker of all layers; elsewhere each rank compares its own."""
+    given = Job(refresh=LargestDrift(1), options={"placement": "comm-opt"})
+    expected, result = follow(given, range(STEPS))
+    answers = ranks.run(2, follow, given, range(STEPS))
+    assert all(seen == expected for seen, _ in answers)
+    assert_close(answers[0][1], result, 1e-8)
+    assert_bit_identical(
+        [own for _, own in ranks.run(2, follow, replace(given, options={"placement": "mem-opt"}), range(STEPS))]
+    )
+
+
+def named(placement):
+    """Train by the name of a rule that each rank registers, and by an instance of it."""
+    natgrad.register_refresh("tests: round robin", RoundRobin)
+    results = []
+    for refresh in ("tests: round robin", RoundRobin()):
+        training = Training(Job(options={"placement": placement}))
+        training.preconditioner.detach()
+        training.preconditioner = natgrad.Preconditioner(
+            training.wrapped, optimizer=training.optimizer, refresh=refresh, placement=placement
+        )
+        for step in range(4):
+            training.step(step)
+        results.append(training.result())
+    return results
+
+
+def test_a_registered_name(ranks):
+    for by_name, by_instance in ranks.run(2, named, "mem-opt"):
+        assert_bit_identical([by_name, by_instance])
+
+
+def differing(placement):
+    """Train by rules whose options differ between the ranks."""
+    given = Job(refresh=RoundRobin(2 + place()[0]), options={"placement": placement})
+    with pytest.raises(natgrad.NatgradError, match="the ranks differ in refresh"):
+        train(given, range(1))
+
+
+def test_ranks_with_other_options_are_told(ranks):
+    ranks.run(2, differing, "comm-opt")
