@@ -515,7 +515,7 @@ _add(
     "HyLo and SNGD divide the kernel by the samples of a rank, not of all ranks.",
     "distributed/test_rows.py::test_with_all_rows_ranks_make_the_dense_natural_gradient",
     (
-        "preconditioner.refresh.gathered:RowRefresh._batches",
+        "preconditioner.refresh.gathered:RowRefresh._runs",
         "samples = sum(numbers[len(names) + index] for numbers in found)",
         "samples = found[0][len(names) + index]",
     ),

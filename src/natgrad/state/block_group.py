@@ -218,12 +218,12 @@ class BlockGroup:
     def allocate_results(self) -> StateTensors:
         """Allocate the results of tasks unless they exist, and return them."""
         if not self.results:
-            self.results = self.draft(self.rows)
+            self.results = self.draft(self.size, self.rows)
         return self.results
 
-    def draft(self, rows: int) -> StateTensors:
-        """Return zeros for the results of a refresh, with this number of rows."""
-        return StateTensors(self.written(rows), self.size, self._solve_dtype, self.device)
+    def draft(self, size: int, rows: int) -> StateTensors:
+        """Return zeros for the results of so many blocks, with this number of rows."""
+        return StateTensors(self.written(rows), size, self._solve_dtype, self.device)
 
     def allocate_memory(self) -> StateTensors:
         """Allocate the curvature's state unless it exists, and return it."""
@@ -404,11 +404,10 @@ class BlockGroup:
         for member in members:
             member.layer.seconds += seconds * (member.stop - member.start) / blocks
 
-    def restart(self, task: Task, start: int, success: Sequence[bool]) -> None:
-        """Restart the averages in `Task.restarts` for the blocks from `start` on whose task has succeeded."""
+    def restart(self, task: Task, blocks: list[int]) -> None:
+        """Restart the averages in `Task.restarts` of `blocks` whose task has succeeded."""
         if not task.restarts:
             return
-        blocks = [block for block, fine in enumerate(success, start=start) if fine]
         for block in blocks:
             self.basis_version[block] += 1
         for name in task.restarts if self.averages else ():
@@ -419,17 +418,17 @@ class BlockGroup:
         changed = [before != now for before, now in zip(versions[blocks], self.basis_version[blocks], strict=True)]
         return tensor_on(self.device, changed) if any(changed) else None
 
-    def record_results(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
-        """Record which decompositions of a task succeeded, for the blocks from `start` on.
+    def record_results(self, part: str, blocks: list[int], success: list[bool], *, forget: bool = False) -> None:
+        """Record for which of some `blocks` the decompositions of a task succeeded.
 
         After a failure the last good result stays in use. With `forget` (for a loaded state), earlier results are
         ignored.
         """
         good = self.good[part]
-        for block, fine in enumerate(success, start=start):
+        for block, fine in zip(blocks, success, strict=True):
             good[block] = fine or (good[block] and not forget)
         if not forget:
-            self.failures.record_results(part, start, success)
+            self.failures.record_results(part, blocks, success)
         self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
     # --- Gathered rows ------------------------------------------------------------------------------------------
@@ -479,27 +478,6 @@ class BlockGroup:
         for spec in self._result_specs:
             index = whole, *(slice(kept) if size == ROWS else whole for size in spec.shape)
             fresh.write(spec.name, whole, self.padded(spec.name, before.read(spec.name, whole)[index]))
-
-    def install(self, fresh: StateTensors, rows: int, success: Mapping[LayerBlocks, list[bool]]) -> None:
-        """Replace `results` for the blocks whose refresh of gathered rows has succeeded.
-
-        Args:
-            fresh: The new results, allocated by `draft`.
-            rows: Their number of rows.
-            success: For each block of the refreshed layers, whether its refresh succeeded.
-        """
-        good = [block for member, flags in success.items() for block, flag in enumerate(flags, member.start) if flag]
-        if len(good) == self.size:
-            self.results, self.rows = fresh, rows
-        elif good:
-            self.resize(max(rows, self.rows))
-            results, blocks = self.allocate_results(), tensor_on(self.device, good)
-            for name in fresh:
-                results.write(name, blocks, self.padded(name, fresh.read(name, blocks)))
-        for member, flags in success.items():
-            for task in self.tasks:
-                self.record_results(task.name, member.start, flags)
-            self.failures.conclude(range(member.start, member.stop))
 
 
 def unpacked(

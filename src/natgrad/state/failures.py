@@ -82,13 +82,13 @@ class FailureState:
         outliers[blocks] = torch.where(out, outliers[blocks] + 1, 0).to(torch.int8)
         return out
 
-    def record_results(self, part: str, start: int, success: Sequence[bool]) -> None:
-        """Record which decompositions of a task succeeded, for the blocks from `start` on."""
+    def record_results(self, part: str, blocks: list[int], success: Sequence[bool]) -> None:
+        """Record for which of some `blocks` the decompositions of a task succeeded."""
         failures = self._failures[part]
-        for block, fine in enumerate(success, start=start):
+        for block, fine in zip(blocks, success, strict=True):
             failures[block] = 0 if fine else failures[block] + 1
         if self.invalid is not None:
-            self.invalid[start : start + len(success)] &= ~tensor_on(self.invalid.device, success)
+            self.invalid[blocks] &= ~tensor_on(self.invalid.device, success)
 
     def conclude(self, blocks: Iterable[int]) -> None:
         """End a refresh of some blocks: update `failed_refreshes`."""

@@ -208,7 +208,8 @@ def restore(blocks: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup]
                     group.input_weight[member.blocks] = tensors.get("early weight", tensors["weight"]).to(group.weight)
             if group.role.is_gradient_worker:
                 for task, success in zip(group.tasks, tensors["renewed"].bool().T.tolist(), strict=True):
-                    group.record_results(task.name, member.start, success, forget=True)
+                    index = list(range(member.start, member.stop))
+                    group.record_results(task.name, index, success, forget=True)
                 group.failures.load(member.start, tensors, group.work_dtype, group.device)
             if group.decisions is not None:
                 group.decisions.restore(member, tensors)

@@ -100,11 +100,10 @@ class FailureCounters:
         if bounded is not None and not known_all(~bounded[blocks]):
             self._add("bounded_gradients", bounded[blocks].sum())
 
-    def count_failed_decompositions(self, group: BlockGroup, part: str, start: int, success: list[bool]) -> None:
-        """Count the blocks from `start` on whose decomposition failed."""
-        blocks = slice(start, start + len(success))
-        failed = ~torch.tensor(success, device="cpu")
-        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", group, blocks, failed)
+    def count_failed_decompositions(self, group: BlockGroup, part: str, blocks: list[int], success: list[bool]) -> None:
+        """Count the `blocks` whose decomposition failed."""
+        index, failed = torch.tensor(blocks, device="cpu"), ~torch.tensor(success, device="cpu")
+        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", group, index, failed)
 
     def record_levels(self, group: BlockGroup, members: list[LayerBlocks], levels: Tensor) -> None:
         """Count and record the fallback levels ``[m]`` of some layers of a group in this step."""

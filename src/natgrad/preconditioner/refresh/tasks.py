@@ -19,7 +19,7 @@ from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.refresh.rule import READS, Reads, side_of
 from natgrad.specs import Task, TensorSpec
 from natgrad.state.block_group import BlockGroup, LayerBlocks
-from natgrad.state.tensors import along, pack, packed_shape, unpack
+from natgrad.state.tensors import StateTensors, along, pack, packed_shape, unpack
 
 # Batches of more elements would not speed up decompositions, and would need more memory.
 _BATCH = 2**18
@@ -35,6 +35,7 @@ class TaskRun:
     Attributes:
         success: For each block, above 0 if it succeeded, `RAISED` if it raised an error other than a failed
             decomposition.
+        rows: The number of gathered rows, if the task reads rows.
     """
 
     owner: int | None
@@ -43,20 +44,38 @@ class TaskRun:
     start: int
     stop: int
     success: list[float] = field(default_factory=list)
+    rows: int = 0
+
+    @property
+    def results(self) -> StateTensors:
+        """Where the results of the blocks are stored."""
+        return self.group.results
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype in which matrices are stored."""
+        return self.results.dtype
 
     def numel(self, spec: TensorSpec) -> int:
         """Return the number of elements that are sent of a tensor that the task writes."""
-        return (self.stop - self.start) * prod(packed_shape(spec))
+        return (self.stop - self.start) * prod(packed_shape(spec.sized(self.rows)))
 
     def read(self, spec: TensorSpec) -> Tensor:
         """Return a tensor that the task wrote, as it is sent ``[numel(spec)]``."""
-        stored = self.group.results.read(spec.name, slice(self.start, self.stop))
+        stored = self.results.read(spec.name, slice(self.start, self.stop))
         return pack(stored, spec).reshape(-1).to(self.group.work_dtype)
 
     def write(self, spec: TensorSpec, values: Tensor) -> None:
         """Store a received tensor."""
-        whole = unpack(values.view(-1, *packed_shape(spec)), spec)
-        self.group.results.write(spec.name, slice(self.start, self.stop), whole)
+        sized = spec.sized(self.rows)
+        self.results.write(
+            spec.name, slice(self.start, self.stop), unpack(values.view(-1, *packed_shape(sized)), sized)
+        )
+
+    @property
+    def blocks(self) -> list[int]:
+        """The indices of the blocks in the group."""
+        return list(range(self.start, self.stop))
 
     @property
     def members(self) -> list[LayerBlocks]:
@@ -100,6 +119,13 @@ class TaskRun:
                 # Other ranks only receive the lower triangle, and all ranks must hold the same bits.
                 triangle.mirror_(results[spec.name][blocks])
         self.success += map(float, flags)
+
+    def record(self, failure_counters: FailureCounters) -> None:
+        """Record which blocks succeeded, after the results have been shared."""
+        blocks, flags = self.blocks, [number > 0 for number in self.success]
+        self.group.record_results(self.task.name, blocks, flags)
+        self.group.restart(self.task, [block for block, fine in zip(blocks, flags, strict=True) if fine])
+        failure_counters.count_failed_decompositions(self.group, self.task.name, blocks, flags)
 
 
 def compute(
@@ -176,7 +202,7 @@ def run_tasks(
 
 
 def conclude(
-    runs: list[TaskRun],
+    runs: Sequence[TaskRun],
     workers: Sequence[int],
     runtime: Communicator,
     failure_counters: FailureCounters,
@@ -189,12 +215,9 @@ def conclude(
     if len(workers) > 1:
         _exchange(runs, workers, runtime, wire)
     for run in runs:
-        flags = [number > 0 for number in run.success]
-        run.group.record_results(run.task.name, run.start, flags)
-        run.group.restart(run.task, run.start, flags)
-        failure_counters.count_failed_decompositions(run.group, run.task.name, run.start, flags)
+        run.record(failure_counters)
     for group in {id(run.group): run.group for run in runs}.values():
-        group.failures.conclude(block for run in runs if run.group is group for block in range(run.start, run.stop))
+        group.failures.conclude(block for run in runs if run.group is group for block in run.blocks)
 
 
 def task_runs(
@@ -229,14 +252,14 @@ def task_runs(
     return runs
 
 
-def _exchange(runs: list[TaskRun], workers: Sequence[int], runtime: Communicator, wire: torch.dtype | None) -> None:
+def _exchange(runs: Sequence[TaskRun], workers: Sequence[int], runtime: Communicator, wire: torch.dtype | None) -> None:
     """Send each owner's results, and whether each block succeeded, to all workers."""
     runtime.subgroup(workers)  # collective on all ranks, also if some columns have nothing to share yet
     buckets: dict[tuple[torch.device, torch.dtype, torch.dtype], list[TaskRun]] = {}
     for run in runs:
         if run.owner is not None:
             dtype = run.group.work_dtype
-            sent = narrower(narrower(wire, run.group.results.dtype), dtype)
+            sent = narrower(narrower(wire, run.stored), dtype)
             buckets.setdefault((run.group.device, dtype, sent), []).append(run)
     for (device, dtype, sent), bucket in buckets.items():
         owned = [[run for run in bucket if run.owner == worker] for worker in workers]
