@@ -1,4 +1,4 @@
-"""What a step costs over a slow link: DASO, its neighbours and plain data parallelism, in turn.
+"""What a step costs over a slow link: DASO and plain data parallelism, in turn.
 
     python -m benchmarks.daso --rate 200mbit [--per-node 1] [--rounds 3]
 
@@ -38,7 +38,6 @@ from benchmarks.models import Workload
 from benchmarks.nodes import hand_back, on_two_nodes
 from benchmarks.peers import NEVER
 from benchmarks.placement_cycle import merge, wire_bytes
-from natgrad.averaging import DASO, Averager, Classic, DiLoCo, HierarchicalSGD, StreamingDiLoCo
 
 LAP = 8
 SIZES = (784, 1536, 1536, 1024, 256)
@@ -73,7 +72,7 @@ class Contender:
         self.model = WORKLOAD.model()
         self.replica: nn.Module = self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-        self.averager: Averager | None = None
+        self.daso: natgrad.DASO | None = None
         self.preconditioner: natgrad.Preconditioner | None = None
         self.inputs, self.labels = WORKLOAD.data()
 
@@ -84,8 +83,8 @@ class Contender:
         torch.autograd.backward(loss)
         if self.preconditioner is not None:
             self.preconditioner.step()
-        if self.averager is not None:
-            self.averager.step(loss.detach())
+        if self.daso is not None:
+            self.daso.step(loss.detach())
         else:
             self.optimizer.step()
 
@@ -110,14 +109,10 @@ def everywhere(hook: Callable[..., Any] | None = None) -> Contender:
     return contender
 
 
-def averaged(
-    mesh: DeviceMesh, averager: Callable[..., Averager], *, lead: int = 0, kfac: bool = False, **options: Any
-) -> Contender:
-    """Return a contender with an averager, so many steps ahead that a lap ends with nothing under way."""
+def averaged(mesh: DeviceMesh, *, lead: int, kfac: bool = False, **options: Any) -> Contender:
+    """Return a contender with DASO, so many steps ahead that a lap ends with nothing under way."""
     contender = Contender()
-    group = mesh.get_group("local")
-    if averager is not Classic:
-        contender.replica = DistributedDataParallel(contender.model, process_group=group)
+    contender.replica = DistributedDataParallel(contender.model, process_group=mesh.get_group("local"))
     if kfac:
         contender.preconditioner = natgrad.Preconditioner(
             contender.replica,
@@ -125,7 +120,7 @@ def averaged(
             optimizer=contender.optimizer,
             refresh=natgrad.Refresh(factors=LAP, inverses=NEVER),
         )
-    contender.averager = averager(contender.replica, contender.optimizer, mesh=mesh, **options)
+    contender.daso = natgrad.DASO(contender.replica, contender.optimizer, mesh=mesh, **options)
     for _ in range(lead):
         contender.step()
     return contender
@@ -133,29 +128,22 @@ def averaged(
 
 def contenders(mesh: DeviceMesh) -> dict[str, Contender]:
     """Return all contenders, the same in each process."""
-    daso = partial(averaged, mesh, DASO, merge="paper", warmup_epochs=0, cooldown_epochs=0)
-    # The second fragment flies from batch 4 to 7, the first from 8 to 11.
-    streaming = partial(averaged, mesh, StreamingDiLoCo, batches_between=8, batches_to_wait=3, fragments=2, lead=3)
+    daso = partial(averaged, mesh, merge="paper", warmup_epochs=0, cooldown_epochs=0)
     return {
         ALONE: Contender(),
         DDP: everywhere(),
         "DDP, fp16 hook": everywhere(fp16_compress_hook),
-        "classic": averaged(mesh, Classic),
-        "hierarchical(4)": averaged(mesh, HierarchicalSGD, periods=[(4, dist.get_world_size())]),
         "DASO(4, 1)": daso(batches_between=4, batches_to_wait=1, lead=1),
         "DASO(8, 4)": daso(batches_between=8, batches_to_wait=4, lead=4),
         "DASO(4, 1), bf16": daso(batches_between=4, batches_to_wait=1, lead=1, cycling_wire=torch.bfloat16),
         "DASO(8, 4), bf16": daso(batches_between=8, batches_to_wait=4, lead=4, cycling_wire=torch.bfloat16),
         "DASO(4, 1) + K-FAC": daso(batches_between=4, batches_to_wait=1, lead=1, kfac=True),
-        "DiLoCo(8)": averaged(mesh, DiLoCo, batches_between=8),
-        "streaming DiLoCo(8, 3)": streaming(),
-        "streaming DiLoCo(8, 3), bf16": streaming(wire=torch.bfloat16),
     }
 
 
 # How many times as fast as DDP the project wants a step to be, at this rate with one rank a node.
 WANTED_RATE = "200mbit"
-WANTED = {"DDP, fp16 hook": 1.46 / 0.78, "hierarchical(4)": 1.46 / 0.47, "DASO(4, 1)": 1.46 / 0.39}
+WANTED = {"DDP, fp16 hook": 1.46 / 0.78, "DASO(4, 1)": 1.46 / 0.39}
 WANTED |= {"DASO(8, 4)": 1.46 / 0.25, "DASO(4, 1), bf16": 1.46 / 0.39, "DASO(8, 4), bf16": 1.46 / 0.25}
 
 

@@ -60,20 +60,19 @@ class Contender:
     hook: Hook | None = None
 
 
-def _averaging(name: str, **options: Any) -> dict[str, Any]:
-    return {"averaging": name, "averaging_options": options}
+def _daso(**options: Any) -> dict[str, Any]:
+    return {"averaging": "daso", "averaging_options": options}
 
 
 CONTENDERS = {
     DDP: Contender(),
     "DDP, fp16 hook": Contender(hook=fp16_compress_hook),
-    "hierarchical(4)": Contender(averaging=_averaging("hierarchical", periods=[[4, 2]])),
-    "DASO(4, 1)": Contender(averaging=_averaging("daso", merge="paper")),
-    "DASO(4, 1), delta": Contender(averaging=_averaging("daso", merge="delta")),
-    "DASO(4, 1), delta, bf16": Contender(averaging=_averaging("daso", merge="delta", cycling_wire="bfloat16")),
-    "DASO(8, 4)": Contender(averaging=_averaging("daso", merge="paper", batches_between=8, batches_to_wait=4)),
+    "DASO(4, 1)": Contender(averaging=_daso(merge="paper")),
+    "DASO(4, 1), delta": Contender(averaging=_daso(merge="delta")),
+    "DASO(4, 1), delta, bf16": Contender(averaging=_daso(merge="delta", cycling_wire="bfloat16")),
+    "DASO(8, 4)": Contender(averaging=_daso(merge="paper", batches_between=8, batches_to_wait=4)),
     "DDP + K-FAC": Contender(tuned="kfac"),
-    "DASO(4, 1) + K-FAC": Contender(tuned="kfac", averaging=_averaging("daso", merge="paper")),
+    "DASO(4, 1) + K-FAC": Contender(tuned="kfac", averaging=_daso(merge="paper")),
 }
 
 
@@ -166,7 +165,7 @@ class Row:
         reached: How many seeds reached the target.
         steps: To the target, of those seeds (None: no seed).
         faster: How many times as fast as DDP to the target.
-        sent_mb: What averagers sent between nodes, all ranks together (None: DDP, which does not say).
+        sent_mb: What DASO sent between nodes, all ranks together (None: DDP, which does not say).
     """
 
     name: str

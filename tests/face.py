@@ -14,10 +14,6 @@ CALLED = (
     "PreconditionedOptimizer",
     "NaturalMuon",
     "DASO",
-    "DiLoCo",
-    "StreamingDiLoCo",
-    "PostLocalSGD",
-    "HierarchicalSGD",
 )
 
 

@@ -26,6 +26,7 @@ DROPPED_PARAMETERS = {
     *(("Placement", name) for name in ("link", "nodes", "inside")),
     *((f"{home}Adaptive", "by") for home in ("", "refresh.")),
     *((f"{home}TraceRule", "lower") for home in ("", "refresh.")),
+    ("DASO.exchange", "told"),
 }
 
 

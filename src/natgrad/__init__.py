@@ -14,10 +14,6 @@ __version__ = "0.1.0"
 # Modules that need torch are imported at first access (PEP 562), so that `natgrad --help` is fast. A new public name
 # needs an entry here and an import below for type checkers.
 _HOMES = {
-    "HierarchicalSGD": "natgrad.averaging",
-    "PostLocalSGD": "natgrad.averaging",
-    "StreamingDiLoCo": "natgrad.averaging",
-    "DiLoCo": "natgrad.averaging",
     "AveragingError": "natgrad.errors",
     "DASO": "natgrad.averaging",
     "KBFGS": "natgrad.curvature",
@@ -80,6 +76,12 @@ _REMOVED: dict[str, str] = {
     "Autopilot": "pass a number or a schedule as damping",
     "LevenbergMarquardt": "pass a number or a schedule as damping",
     "TrustRegion": "pass a number as kl_clip",
+    "PostLocalSGD": "torch.distributed.algorithms.model_averaging, beside a Preconditioner: docs/averaging.md",
+    "HierarchicalSGD": "torch.distributed.algorithms.model_averaging, beside a Preconditioner: docs/averaging.md",
+    "DiLoCo": "torchft has DiLoCo",
+    "StreamingDiLoCo": "torchft has Streaming DiLoCo",
+    "Classic": "DistributedDataParallel over all ranks",
+    "Averager": "natgrad.DASO is the only averager",
 }
 
 if TYPE_CHECKING:
@@ -88,11 +90,7 @@ if TYPE_CHECKING:
     from natgrad import recipes as recipes
     from natgrad import refresh as refresh
     from natgrad.averaging import DASO as DASO
-    from natgrad.averaging import DiLoCo as DiLoCo
-    from natgrad.averaging import HierarchicalSGD as HierarchicalSGD
     from natgrad.averaging import Nodes as Nodes
-    from natgrad.averaging import PostLocalSGD as PostLocalSGD
-    from natgrad.averaging import StreamingDiLoCo as StreamingDiLoCo
     from natgrad.curvature import EKFAC as EKFAC
     from natgrad.curvature import KBFGS as KBFGS
     from natgrad.curvature import KFAC as KFAC

@@ -1,4 +1,4 @@
-"""The grid as plain numbers; with ranks it is tested in tests/distributed/test_averaging_base.py."""
+"""The grid as plain numbers; with ranks it is tested in tests/distributed/test_averaging.py."""
 
 import pytest
 

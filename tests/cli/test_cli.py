@@ -13,7 +13,6 @@ from natgrad.cli import app
 from natgrad.training.result import read_points
 
 DASO = ("--averaging", "daso", "--nodes", "2", "--workers", "2")
-HIERARCHICAL = ("--averaging", "hierarchical", *DASO[2:], "--averaging-option")
 
 
 def run(*arguments):
@@ -64,7 +63,7 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", "--curvature", "kfac", "--placement", "nowhere"), "--placement='nowhere'"),
         (("train", "tabular", "--workers", "3"), "--batch-size=64"),
         (("train", "tabular", "--damping", "0.1"), "--damping=0.1"),
-        (("train", "tabular", "--averaging", "nothing"), "--averaging='nothing'"),
+        (("train", "tabular", "--averaging", "diloco"), "--averaging='diloco'"),
         (("train", "tabular", "--averaging", "daso", "--workers", "2"), "--nodes=1"),
         (("train", "tabular", "--averaging", "daso", "--workers", "4", "--nodes", "3"), "--nodes=3"),
         (("train", "tabular", "--nodes", "2"), "--nodes=2"),
@@ -84,7 +83,6 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", *DASO, "--averaging-option", "cycling_wire=float8"), "option cycling_wire='float8'"),
         (("train", "tabular", *DASO, "--averaging-option", "merge=mean"), "--merge='mean'"),
         (("train", "tabular", *DASO, "--warmup-epochs", "99"), "--warmup-epochs + --cooldown-epochs="),
-        (("train", "tabular", *HIERARCHICAL, "periods=[(1, 3)]"), "--averaging-option periods=[[1, 3]]"),
         (("train", "tabular", "--curvature", "hylo", "--curvature-option", "rank=-1"), "--curvature-option rank=-1"),
         (("train", "tabular", "--curvature", "kfac", "--form", "round"), "--form='round'"),
         (("train", "tabular", *DASO, "--optimizer", "lbfgs"), "--averaging='daso'"),

@@ -453,13 +453,13 @@ _add(
 _add(
     "daso_buffers",
     "When all nodes are made equal, floating-point buffers are not averaged.",
-    "distributed/test_averaging_base.py::test_synchronize",
-    ("averaging.base:Averager.synchronize", "self._buffers.mean_(floats)", "pass"),
+    "distributed/test_averaging.py::test_synchronize",
+    ("averaging.daso:DASO.synchronize", "self._buffers.mean_(floats)", "pass"),
 )
 _add(
     "gradient_subgroup",
     "Local gradients are averaged over the nodes where they should be over the ranks of a node.",
-    "distributed/test_averaging_base.py::test_gradients_are_averaged_over_the_ranks_of_a_node_that_have_a_batch",
+    "distributed/test_averaging.py::test_gradients_are_averaged_over_the_ranks_of_a_node_that_have_a_batch",
     ("averaging.exchange:Exchange.sum_inside_", "inside = self.grid.inside", "inside = self.grid.between"),
 )
 _add(

@@ -142,24 +142,24 @@ def use_large_batch(recipe):
     train(model, None, optimizer)
 
 
-def use_averager(averager):
+def use_daso(daso):
     """Take the steps of two epochs, keep and restore the state in between, and end."""
-    model = averager.model
+    model = daso.model
     rank = dist.get_rank() if dist.is_initialized() else 0
     x, y = rank + torch.linspace(-1, 1, 12).view(4, 3), torch.tensor([0, 1, 1, 0])
     for _ in range(2):
         for _ in range(6):
-            averager.optimizer.zero_grad()
+            daso.optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
-            averager.clip_grad_norm_(1.0)
-            averager.step(loss)
-        averager.next_epoch()
+            daso.clip_grad_norm_(1.0)
+            daso.step(loss)
+        daso.next_epoch()
         if all(parameter.isfinite().all() for parameter in model.parameters()):  # a large learning rate diverges
-            averager.load_state_dict(averager.state_dict())
-    assert averager.metrics()
-    assert averager.traffic()
-    averager.detach()
+            daso.load_state_dict(daso.state_dict())
+    assert daso.metrics()
+    assert daso.traffic()
+    daso.detach()
 
 
 def use_spec(spec):
@@ -172,18 +172,6 @@ TENSOR = natgrad.TensorSpec("t", (2,))
 SWEEP = {"start": 1e-2, "target": 1e-3, "steps": 4}
 PER_STEP = {"steps_per_epoch": 4, "epochs": 5}
 LARGE = {name: getattr(recipes.large_batch(4096), name) for name in recipes.LargeBatch.__dataclass_fields__}
-
-AVERAGERS = {
-    f"averaging.{name}": Case(getattr(averaging, name), use_averager, with_optimizer(**options))
-    for name, options in {
-        "Classic": {},
-        "DASO": {"epochs": 2},
-        "DiLoCo": {"batches_between": 2},
-        "HierarchicalSGD": {},
-        "PostLocalSGD": {},
-        "StreamingDiLoCo": {"batches_between": 3, "batches_to_wait": 2, "fragments": 2},
-    }.items()
-}
 
 CASES = {
     "Preconditioner": Case(natgrad.Preconditioner, use_preconditioner, with_optimizer(damping=0.01)),
@@ -229,7 +217,7 @@ CASES = {
     "Placement": Case(natgrad.Placement, lambda placement: preconditioned(placement=placement), dict),
     "Precision": Case(natgrad.Precision, lambda precision: preconditioned(precision=precision), dict),
     "Nodes": Case(natgrad.Nodes, repr, fixed({"sizes": (1, 1)})),
-    **AVERAGERS,
+    "DASO": Case(natgrad.DASO, use_daso, with_optimizer(epochs=2)),
     "averaging.Grid": Case(averaging.Grid, lambda grid: grid.all_gather_objects(1), dict),
     **{
         name: Case(kind, lambda likelihood: use_curvature(natgrad.KFAC(fisher="sampled", likelihood=likelihood)), dict)

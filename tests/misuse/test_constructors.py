@@ -15,7 +15,7 @@ from tests.misuse.constructors import CASES, DRAWN, outcome, values
 
 # Not made by users.
 OTHERS = {
-    "Averager", "Candidate", "Clock", "Curvature", "DenseRows", "Layer", "Likelihood", "PlacementRule", "Plan",
+    "Candidate", "Clock", "Curvature", "DenseRows", "Layer", "Likelihood", "PlacementRule", "Plan",
     "RefreshRule", "Rows", "Rule", "Schedule",
 }  # fmt: skip
 

@@ -20,19 +20,11 @@ def train(averager, steps):
         averager.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"epochs": 90}, "in its first epoch of epochs=90, a warm-up"),
-        ({"warmup_epochs": 2}, "in its first epoch, a warm-up"),
-        ({"epochs": 90, "warmup_epochs": 0}, "the cool-down does not start"),
-        ({}, "neither warm-up nor cool-down, and buffers"),
-    ],
-)
-def test_daso_that_is_told_of_no_epoch(options, told):
+@pytest.mark.parametrize("options", [{"epochs": 90}, {"warmup_epochs": 2}, {}])
+def test_daso_that_is_told_of_no_epoch(options):
     averager = daso(**options)
     train(averager, 999)
-    with pytest.warns(natgrad.NatgradWarning, match=told) as found:
+    with pytest.warns(natgrad.NatgradWarning, match="in its first epoch") as found:
         train(averager, 1001)
     assert len(found) == 1
     assert "next_epoch()" in str(found[0].message)
@@ -52,14 +44,6 @@ def test_daso_that_is_told_of_epochs():
     train(averager, 900)
     averager.next_epoch()
     train(averager, 1100)
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_daso_without_phases_that_is_synchronized():
-    averager = daso()
-    train(averager, 900)
-    averager.synchronize()
-    train(averager, 200)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Steps of the optimizer beside those of an averager."""
+"""Steps of the optimizer beside those of DASO."""
 
 import copy
 import warnings
@@ -12,38 +12,35 @@ import natgrad
 
 
 class Training:
-    def __init__(self, kind=natgrad.DASO, **options):
+    def __init__(self, **options):
         torch.manual_seed(0)
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        self.averager = kind(self.model, self.optimizer, **options)
+        self.daso = natgrad.DASO(self.model, self.optimizer, **options)
 
     def backward(self, scale=lambda loss: loss):
         self.optimizer.zero_grad()
         scale(self.model(torch.randn(4, 2)).square().mean()).backward()
 
 
-@pytest.mark.parametrize("kind", [natgrad.DASO, natgrad.PostLocalSGD, natgrad.DiLoCo, natgrad.averaging.Classic])
-def test_a_step_before(kind):
-    training = Training(kind)
+def test_a_step_before():
+    training = Training()
     training.backward()
     training.optimizer.step()
-    with pytest.warns(
-        natgrad.NatgradWarning, match=rf"optimizer.step\(\) .* in addition to {kind.__name__}.step"
-    ) as found:
-        training.averager.step()
+    with pytest.warns(natgrad.NatgradWarning, match=r"optimizer.step\(\) .* in addition to DASO.step") as found:
+        training.daso.step()
     assert found[0].filename == __file__
     training.optimizer.step()
-    training.averager.step()  # told once
+    training.daso.step()  # told once
 
 
 def test_a_step_after():
     training = Training()
     training.backward()
-    training.averager.step()
+    training.daso.step()
     training.optimizer.step()
     with pytest.warns(natgrad.NatgradWarning, match="two steps"):
-        training.averager.step()
+        training.daso.step()
 
 
 def test_a_step_by_the_scaler():
@@ -52,7 +49,7 @@ def test_a_step_by_the_scaler():
     training.backward(scaler.scale)
     scaler.step(training.optimizer)
     with pytest.warns(natgrad.NatgradWarning, match=r"in place of scaler.step\(optimizer\)"):
-        training.averager.step()
+        training.daso.step()
 
 
 @pytest.mark.parametrize("inner", [False, True])
@@ -61,17 +58,17 @@ def test_a_step_of_a_preconditioned_optimizer(inner):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     preconditioner = natgrad.Preconditioner(model, optimizer=optimizer)
     joined = natgrad.PreconditionedOptimizer(optimizer, preconditioner)
-    averager = natgrad.DASO(model, joined)
+    daso = natgrad.DASO(model, joined)
     for _ in range(2):
         joined.zero_grad()
         model(torch.randn(4, 2)).square().mean().backward()
-        averager.step()
+        daso.step()
     joined.zero_grad()
     model(torch.randn(4, 2)).square().mean().backward()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         (optimizer if inner else joined).step()
-        averager.step()
+        daso.step()
     assert any("two steps" in str(one.message) for one in found)
 
 
@@ -81,21 +78,21 @@ def test_its_own_steps_are_none():
     training = Training(scaler=scaler)
     for _ in range(3):
         training.backward(scaler.scale)
-        training.averager.step()
+        training.daso.step()
 
 
 def test_the_step_of_a_checkpoint_loader_is_none():
     training = Training()
     get_optimizer_state_dict(training.model, training.optimizer)
     assert training.optimizer.state
-    training.averager.step()
+    training.daso.step()
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_a_step_without_gradients_is_none():
     training = Training()
     training.optimizer.step()
-    training.averager.step()
+    training.daso.step()
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
@@ -108,13 +105,13 @@ def test_a_copy_of_the_optimizer_may_step():
         for parameter in theirs["params"]:
             parameter.grad = torch.ones_like(parameter)
     other.step()
-    training.averager.step()
+    training.daso.step()
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_after_detach_the_optimizer_is_free():
     training = Training()
-    training.averager.detach()
+    training.daso.detach()
     training.backward()
     training.optimizer.step()
     second = natgrad.DASO(training.model, training.optimizer)

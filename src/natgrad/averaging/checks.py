@@ -1,68 +1,116 @@
-"""Checks of averagers: equal options on all ranks, finite averages, optimizer steps made outside of the averager."""
+"""Checks of DASO: its arguments, the wrapper of the model, states, and finite averages."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from natgrad.averaging.exchange import flat
+from natgrad.averaging.nodes import Grid, Nodes
 from natgrad.distributed import Communicator, fsdp
-from natgrad.errors import AveragingError, DivergedError, NatgradWarning, describe, require
-from natgrad.preconditioner.optimizer import PreconditionedOptimizer
+from natgrad.errors import DivergedError, describe, require, require_one_of
+from natgrad.preconditioner.arguments import unwrap
+from natgrad.schedule import check_whole, is_whole
 
-# --- Agreement of ranks -----------------------------------------------------------------------------------------
+# --- Arguments --------------------------------------------------------------------------------------------------
 
 
-def check_equal(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-    """Check that all ranks have the same values.
-
-    Args:
-        everywhere: The world rank and the values by name of each rank; the same list on all ranks.
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the plain options of `natgrad.DASO`, but for the phases, the plateau rule, and the range of B and S.
 
     Raises:
-        AveragingError: with the values that differ and their ranks.
+        ValueError: if one of them is not allowed.
     """
-    differences = []
-    for name in dict.fromkeys(name for _, values in everywhere for name in values):
-        holders: list[tuple[Any, list[int]]] = []
-        for rank, values in everywhere:
-            value = values.get(name, "not given")
-            ranks = next((ranks for other, ranks in holders if other == value), None)
-            if ranks is None:
-                holders.append((value, ranks := []))
-            ranks.append(rank)
-        if len(holders) > 1:
-            differences.append(f"{name}: " + ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in holders))
-    if differences:
-        raise AveragingError(f"the ranks differ in {'; '.join(differences)}")
+    for name in ("batches_between", "batches_to_wait"):
+        require(is_whole(options[name]), name, options[name], "a whole number")
+    require_one_of("merge", options["merge"], "paper", "delta")
+    for name in ("wire", "cycling_wire"):
+        dtype = options[name]
+        fits = dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        require(fits, name, dtype, "None, torch.bfloat16, torch.float16, torch.float32 or torch.float64")
+    require_one_of("momentum", options["momentum"], "keep", "average", "reset")
+    require_one_of("duty", options["duty"], "rotating", "sharded")
+    check_whole("message_bytes", options["message_bytes"], 8, 2**63 - 1)
 
 
-def check_norm_groups(model: nn.Module, node: Iterable[int], averager: str) -> None:
-    """Check that each ``SyncBatchNorm`` computes its statistics within one node.
+def check_arguments(model: object, optimizer: object, mesh: object, nodes: object, scaler: object) -> None:
+    """Check the objects that `natgrad.DASO` is given, without communication.
+
+    Raises:
+        ValueError: if one of them is not allowed.
+    """
+    require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
+    assert isinstance(model, nn.Module)
+    require(not isinstance(model, DataParallel), "model", type(model).__name__, "plain, in DDP or sharded by FSDP2")
+    fsdp.check_model(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        try:
+            flat(tensor)
+        except ValueError:
+            require(False, f"model ({name})", tensor.stride(), "of tensors without gaps in memory")
+    require(
+        isinstance(optimizer, torch.optim.Optimizer), "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer"
+    )
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    fits = any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+    require(fits, "optimizer", repr(optimizer), "one of the model's parameters")
+    require(mesh is None or isinstance(mesh, DeviceMesh), "mesh", type(mesh).__name__, "a DeviceMesh, or None")
+    require(nodes is None or isinstance(nodes, Nodes), "nodes", nodes, "a natgrad.averaging.Nodes, or None")
+    require(mesh is None or nodes is None, "nodes", nodes, "left out beside a mesh")
+    fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
+    require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
+
+
+def find_replica(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` around the user's module, also inside ``torch.compile``, or None."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model
+
+
+def check_wrapper(model: nn.Module, grid: Grid) -> None:
+    """Check that DDP, FSDP2 and SyncBatchNorm communicate within the node alone.
 
     Otherwise all nodes would wait for each other in every forward and backward pass.
 
     Raises:
-        ValueError: with the name of the first other module.
+        ValueError: with the ranks of the wrapper, or the name and the ranks of the first other SyncBatchNorm.
     """
+    node, root = grid.node_ranks, unwrap(model)
+    allowed = f"wrapped over the ranks of its node alone ({node}): between nodes DASO averages"
+    replica = find_replica(model)
+    if replica is not None:
+        found = dist.get_process_group_ranks(replica.process_group)
+        require(sorted(found) == node, "model", f"DistributedDataParallel over ranks {found}", allowed)
+    mesh = fsdp.find_mesh(root)
+    if mesh is not None:
+        found = sorted(mesh.mesh.flatten().tolist())
+        require(found == node, "model", f"FSDP2 over ranks {found}", allowed)
+        sizes = grid.sizes
+        require(
+            len(set(sizes)) == 1, "nodes", sizes, "equal where FSDP2 shards the model: shards have to fit each other"
+        )
     if not dist.is_initialized():
         return
-    ranks = sorted(node)
     allowed = (
-        f"over ranks of its node alone ({ranks}): between nodes {averager} averages. Give it process_group=, as "
+        f"over ranks of its node alone ({node}): between nodes DASO averages. Give it process_group=, as "
         'nn.SyncBatchNorm.convert_sync_batchnorm(model, mesh.get_group("local"))'
     )
-    for name, module in model.named_modules():
+    for name, module in root.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             found = sorted(dist.get_process_group_ranks(module.process_group))
-            where = f"{name or type(model).__name__}: SyncBatchNorm over ranks {found}"
-            require(set(found) <= set(ranks), "model", where, allowed)
+            where = f"{name or type(root).__name__}: SyncBatchNorm over ranks {found}"
+            require(set(found) <= set(node), "model", where, allowed)
 
 
 # --- Finite averages --------------------------------------------------------------------------------------------
@@ -114,7 +162,14 @@ class FiniteCheck:
             )
 
 
-# --- States ---------------------------------------------------------------------------------------------------------
+# --- States -----------------------------------------------------------------------------------------------------
+
+
+def check_keys(state: object, keys: set[str]) -> None:
+    """Raise a ``ValueError`` unless `state` is a mapping that has `keys`."""
+    fits = isinstance(state, Mapping) and keys <= state.keys()
+    found = sorted(state) if isinstance(state, Mapping) else state
+    require(fits, "state", found, "what DASO.state_dict() returned")
 
 
 def check_saved(name: str, found: object, shapes: Sequence[Sequence[int]], allowed: str) -> None:
@@ -131,59 +186,3 @@ def check_saved(name: str, found: object, shapes: Sequence[Sequence[int]], allow
     require(kinds == [tuple(shape) for shape in shapes], name, kinds, allowed)
     unfit = sum(int((~tensor.isfinite()).sum()) for tensor in tensors)
     require(not unfit, name, f"tensors with {unfit} elements that are nan or infinite", "finite")
-
-
-# --- Steps outside of the averager ------------------------------------------------------------------------------
-
-
-class OutsideSteps:
-    """Detects, by hooks of the optimizer, steps outside of the averager's ``step()``.
-
-    Steps without gradients or with learning rates of 0 are ignored: ``torch.distributed.checkpoint`` makes such a step
-    to create the optimizer's state.
-    """
-
-    def __init__(self, averager: str, optimizer: Optimizer) -> None:
-        """Register hooks on `optimizer` and on the one that it wraps; `averager`: the name of the averager's class."""
-        self._averager, self._record = averager, _StepRecord()
-        inner = (optimizer.optimizer,) if isinstance(optimizer, PreconditionedOptimizer) else ()
-        self._handles = [stepper.register_step_post_hook(self._record) for stepper in (optimizer, *inner)]
-        self._warned = False
-
-    def check(self) -> None:
-        """Warn once if the optimizer was stepped directly since the averager's last step."""
-        if self._record.seen and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"natgrad: optimizer.step() was called in addition to {self._averager}.step(), which steps the "
-                f"optimizer too, so that each batch makes two steps. Call only {self._averager}.step(), also in place "
-                "of scaler.step(optimizer)",
-                NatgradWarning,
-                stacklevel=4,
-            )
-
-    @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Count steps inside this context as the averager's, and forget earlier ones."""
-        self._record.inside = True
-        try:
-            yield
-        finally:
-            self._record.inside = self._record.seen = False
-
-    def stop(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-
-class _StepRecord:
-    """The hook and its result. It holds no reference to the averager, so that the optimizer can be copied."""
-
-    def __init__(self) -> None:
-        self.inside = self.seen = False
-
-    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.inside:
-            moving = (p for group in optimizer.param_groups if float(group.get("lr", 1.0)) for p in group["params"])
-            self.seen = self.seen or any(parameter.grad is not None for parameter in moving)

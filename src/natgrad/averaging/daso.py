@@ -6,17 +6,25 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import isnan
 from typing import Any, Literal
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from natgrad.averaging.base import Averager, check_parts
-from natgrad.averaging.checks import FiniteCheck
-from natgrad.averaging.exchange import MESSAGE_BYTES
+from natgrad.averaging.checks import (
+    FiniteCheck,
+    check_arguments,
+    check_keys,
+    check_options,
+    check_wrapper,
+    find_replica,
+)
+from natgrad.averaging.exchange import MESSAGE_BYTES, Exchange
 from natgrad.averaging.merge import (
     AveragedTensors,
     Factors,
@@ -28,19 +36,21 @@ from natgrad.averaging.merge import (
     describe_factors,
     is_replicated,
 )
-from natgrad.averaging.nodes import Nodes
+from natgrad.averaging.nodes import Grid, Nodes, check_equal
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau, warn_of_short_epoch, warn_without_epochs
-from natgrad.errors import DivergedError, NatgradWarning, require, require_one_of
+from natgrad.distributed import fsdp
+from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
+from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 
 Duty = Literal["rotating", "sharded"]
 
 FORMAT = 3
-"""Version of states. Versions 1 and 2 stored messages in progress in another layout."""
+"""Version of states."""
 
 
-class DASO(Averager):
+class DASO:
     """Distributed asynchronous and selective optimization: ``daso.step(loss)`` replaces ``optimizer.step()``.
 
     In warm-up and cool-down epochs parameters are averaged over the nodes synchronously after each batch. In between,
@@ -56,6 +66,11 @@ class DASO(Averager):
         ...     loss = criterion(model(inputs), targets)
         ...     loss.backward()
         ...     daso.step(loss)
+
+    Attributes:
+        model: The user's model: plain, or wrapped over the ranks of its node.
+        optimizer: The inner optimizer.
+        grid: The nodes, and the process groups inside and between them.
     """
 
     def __init__(
@@ -122,79 +137,99 @@ class DASO(Averager):
             ValueError: if an argument is not allowed. Nothing has been changed then.
             AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
-        compared: dict[str, Any] = {
+        options = {
+            "epochs": epochs,
+            "steps_per_epoch": steps_per_epoch,
             "batches_between": batches_between,
             "batches_to_wait": batches_to_wait,
+            "warmup_epochs": warmup_epochs,
+            "cooldown_epochs": cooldown_epochs,
             "merge": merge,
             "wire": wire,
             "cycling_wire": cycling_wire,
             "momentum": momentum,
+            "duty": duty,
+            "patience": patience,
+            "threshold": threshold,
+            "message_bytes": message_bytes,
         }
-        for name in ("batches_between", "batches_to_wait"):
-            value = compared[name]
-            require(isinstance(value, int) and not isinstance(value, bool), name, value, "a whole number")
-        require_one_of("merge", merge, "paper", "delta")
-        for name in ("wire", "cycling_wire"):
-            dtype = compared[name]
-            fits = dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-            require(fits, name, dtype, "None, torch.bfloat16, torch.float16, torch.float32 or torch.float64")
-        require_one_of("momentum", momentum, "keep", "average", "reset")
-        require_one_of("duty", duty, "rotating", "sharded")
+        check_options(options)
         self._epochs = Epochs.of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
         self._cycle.check_fits(self._epochs)
         self._preconditioner = preconditioner = _find_preconditioner(optimizer, preconditioner)
-        super().__init__(
-            model,
-            optimizer,
-            mesh=mesh,
-            nodes=nodes,
-            scaler=scaler,
-            message_bytes=message_bytes,
-            options=compared
-            | {
-                "epochs": epochs,
-                "steps_per_epoch": steps_per_epoch,
-                "warmup_epochs": warmup_epochs,
-                "cooldown_epochs": cooldown_epochs,
-                "duty": duty,
-                "patience": patience,
-                "threshold": threshold,
-                "preconditioner": describe_factors(preconditioner),
-            },
+        check_arguments(model, optimizer, mesh, nodes, scaler)
+        self.model, self.optimizer, self._scaler = model, optimizer, scaler
+        self._root, self._message_bytes = unwrap(model), message_bytes
+        self._device = next(self._root.parameters()).device
+        self._sharded = fsdp.find_mesh(self._root) is not None
+        wrapper = "FSDP2" if self._sharded else "DDP" if find_replica(model) is not None else "none"
+        self.grid = Grid(mesh if mesh is not None else nodes)
+        self.agree(
+            model=self._digest(),
+            wrapper=wrapper,
+            optimizer=type(optimizer).__name__,
+            preconditioner=describe_factors(preconditioner),
+            scaler=_describe_scaler(scaler),
+            **options,
         )
+        check_wrapper(model, self.grid)
+        if preconditioner is not None:
+            check_owners(preconditioner, self.grid)
+        self._start()
+
+        averages_gradients = preconditioner is None or not preconditioner.parts.scaling.reduces
+        self._gradients = (
+            self.exchange("gradients", everyone=False) if wrapper == "none" and averages_gradients else None
+        )
+        """Averages the gradients in the node. None: DDP, FSDP2 or the preconditioner does so."""
+        self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers", everyone=False)
         self._momentum = momentum
+        self._momenta = Momenta(optimizer, self.named_parameters)
+        self._blocking = AveragedTensors("blocking", self._parameters, self._blocking_tensors, wire=wire)
+        """Parameters and averaged momenta in warm-up and cool-down."""
+        self._cycling = AveragedTensors("parameters", self._parameters, self.parameters, merge, cycling_wire)
+        """Parameters in the cycling phase."""
+        self._scale = self._loss_scale()
+        self._factors = self._averaged_factors()
+        momenta = AveragedTensors("momenta", self.exchange("momenta"), self._momenta.tensors)
+        others = (self._scale, momenta if momentum == "average" else None, self._factors)
+        self._averaged: list[AveragedTensors] = [self._cycling, *(tensors for tensors in others if tensors is not None)]
+        """What is averaged in the cycling phase, in the same order on all ranks."""
+
         self._exchanges = self._merges = 0
         self._loss_sum: Tensor | float = 0.0
         self._loss_count = 0
-        self._preconditioned = self._preconditioner_steps()
-        """The preconditioner's steps when the last step ended."""
-        self._device = next(self._root.parameters()).device
         self._finite = FiniteCheck(self.grid.inside if self._sharded else None)
-        self._momenta = Momenta(optimizer, self.named_parameters)
         self._equal = True
         """Whether all ranks have the same parameters."""
-        self._synchronized = False
-        """Whether `synchronize` has been called."""
-        self._blocking = AveragedTensors("blocking", self.exchange("parameters"), self._blocking_tensors, wire=wire)
-        """Parameters and averaged momenta in warm-up and cool-down."""
-        self._cycling = AveragedTensors("parameters", self.exchange("parameters"), self.parameters, merge, cycling_wire)
-        """Parameters in the cycling phase."""
-        self._scale: LossScale | None = None
-        self._factors: Factors | None = None
-        if scaler is not None and scaler.is_enabled():
-            self._scale = LossScale(self.exchange("scale", everyone=False), scaler, self._device)
-        momenta = AveragedTensors("momenta", self.exchange("momenta"), self._momenta.tensors)
-        if preconditioner is not None:
-            if preconditioner.parts.scaling.reduces:
-                self._gradients = None
-            per_rank = not is_replicated(preconditioner, self.grid.inside.ranks)
-            self._factors = Factors(self.exchange("factors", everyone=per_rank), preconditioner)
-        others = (self._scale, momenta if momentum == "average" else None, self._factors)
-        self._others: list[AveragedTensors] = [tensors for tensors in others if tensors is not None]
-        """Tensors that are averaged besides the parameters, in the same order on all ranks."""
+        self._has_average = False
+        """Whether the gradients of this step have been averaged."""
+        self._preconditioned = self._preconditioner_steps()
+        """The preconditioner's steps when the last step ended."""
+        self._closed = self._stepping = self._stepped_outside = False
+        stepped = (optimizer, optimizer.optimizer) if isinstance(optimizer, PreconditionedOptimizer) else (optimizer,)
+        self._handles = [each.register_step_post_hook(self._notice_step) for each in stepped]
 
-    # --- Training ------------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        """Broadcast the parameters and buffers of rank 0; collective."""
+        self.exchange("start").broadcast_(list(self._root.parameters()))
+        self.exchange("start", everyone=False).broadcast_([buffer for kind in self.buffers() for buffer in kind])
+        if self._scaler is not None:  # creates the scale on ranks that never have a batch
+            self._scaler.scale(torch.zeros((), device=self._device))
+
+    def _loss_scale(self) -> LossScale | None:
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        return LossScale(self.exchange("scale", everyone=False), self._scaler, self._device)
+
+    def _averaged_factors(self) -> Factors | None:
+        if self._preconditioner is None:
+            return None
+        per_rank = not is_replicated(self._preconditioner, self.grid.inside.ranks)
+        return Factors(self.exchange("factors", everyone=per_rank), self._preconditioner)
+
+    # --- A step -------------------------------------------------------------------------------------------------
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Average gradients inside the node, step the optimizer, and exchange parameters between nodes if due.
@@ -227,7 +262,93 @@ class DASO(Averager):
             self._average_blocking()
         elif self.grid.nodes > 1:
             self._average_cycling()
-        warn_without_epochs(self._epochs, synchronized=self._synchronized)
+        warn_without_epochs(self._epochs)
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average ``.grad`` over the node, unless DDP, FSDP2 or an earlier call in this step has done so.
+
+        `step` calls it. Call it yourself before anything that reads or changes gradients, such as a preconditioner.
+        """
+        self._check_open()
+        if self._gradients is not None and not self._has_average:
+            self._gradients.average_gradients_(self.parameters())
+        self._has_average = True
+
+    def step_optimizer(self) -> None:
+        """Average the gradients in the node if needed, and step the optimizer, through the scaler if there is one."""
+        if self._stepped_outside:
+            self._remove_hooks()  # warns once
+            warnings.warn(
+                "natgrad: optimizer.step() was called in addition to DASO.step(), which steps the optimizer too, so "
+                "that each batch makes two steps. Call only DASO.step(), also in place of scaler.step(optimizer)",
+                NatgradWarning,
+                stacklevel=3,
+            )
+        self.average_gradients()
+        self._stepping = True
+        try:
+            if self._scaler is None:
+                self.optimizer.step()
+            elif self._has_gradients():
+                self._scaler.step(self.optimizer)
+                self._scaler.update()
+        finally:
+            self._stepping = self._stepped_outside = False
+        self._has_average = False
+
+    def unscale_(self) -> None:
+        """Average the gradients in the node, and unscale them; call it before a preconditioner or a clip.
+
+        The average comes first, so that all ranks of the node agree on whether a gradient is finite.
+        """
+        self.average_gradients()
+        if self._scaler is not None and self._has_gradients():
+            self._scaler.unscale_(self.optimizer)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Average the gradients over the node, clip them by their norm, and return the norm, a scalar tensor.
+
+        Use it in place of ``torch.nn.utils.clip_grad_norm_``. With a scaler, call `unscale_` first.
+
+        Args:
+            max_norm: The largest norm.
+            norm_type: p of the p-norm.
+        """
+        self.average_gradients()
+        parameters = self.parameters()
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        total: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return total
+
+    def even(self, loader: Any, *, repeat: bool = True) -> Iterator[Any]:
+        """Yield the batches of `loader`, then further ones until all ranks have had equally many; collective.
+
+        Args:
+            loader: This rank's loader, with a length.
+            repeat: Whether the further batches are the loader's first ones again. Otherwise they are None: call
+                ``step()`` without a backward pass then, which requires a plain model.
+
+        Raises:
+            AveragingError: on all ranks, if one of them has no batch to repeat.
+        """
+        # One message an epoch; torch's Join sends one in each step.
+        lengths = self.grid.all_gather_objects(len(loader))
+        if repeat and not all(lengths) and any(lengths):
+            empty = [rank for rank, length in enumerate(lengths) if not length]
+            raise AveragingError(f"ranks without a single batch to repeat: {empty}")
+        yield from loader
+        missing = max(lengths) - len(loader)
+        if not repeat:
+            yield from [None] * missing
+            return
+        while missing:
+            for batch, _ in zip(loader, range(missing), strict=False):
+                missing -= 1
+                yield batch
+
+    # --- Synchronization ----------------------------------------------------------------------------------------
 
     def next_epoch(self) -> None:
         """End an epoch, between two steps: all ranks synchronise, and B and S may change; collective.
@@ -250,18 +371,27 @@ class DASO(Averager):
     def synchronize(self) -> None:
         """Make all ranks identical: parameters, buffers, averaged factors and momenta, the loss scale; collective.
 
-        Messages in progress are dropped. Call it before saving a checkpoint for other numbers of nodes.
+        Messages in progress are dropped. Buffers (norm statistics) are averaged only here; integer buffers, such as
+        counts of batches, are set to those of rank 0. Call it before saving a checkpoint for other numbers of nodes.
         """
-        super().synchronize()
+        self._check_open()
+        self._drop_messages()
+        self._parameters.mean_(self.parameters())
+        floats, others = self.buffers()
+        if floats and self.grid.inside.ranks > 1:
+            self._buffers.sum_inside_(floats)
+            torch._foreach_div_(floats, self.grid.inside.ranks)
+        self._buffers.mean_(floats)
+        self._buffers.broadcast_(others)
         if self._momentum == "average":
             self._momenta.agree(self.grid)
-        for tensors in self._others:
+        for tensors in self._averaged[1:]:
             tensors.mean_()
         if self._momentum == "reset":
             self._momenta.reset()
         self._blocking.drop_reference()
         self._cycle.restart()
-        self._equal = self._synchronized = True
+        self._equal = True
         self._check_parameters()
         self._finite.finish()
 
@@ -272,7 +402,14 @@ class DASO(Averager):
             self._merge(self._cycle.since_sent)
             self._cycle.since_sent = None
 
-    # --- Metrics and state ----------------------------------------------------------------------------------
+    def detach(self) -> None:
+        """Merge all messages in progress and remove the hooks. `step` raises afterwards; collective."""
+        if not self._closed:
+            self.drain()
+            self._closed = True
+            self._remove_hooks()
+
+    # --- Metrics and state --------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -280,7 +417,11 @@ class DASO(Averager):
         return self._epochs.phase
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return numbers. "blocking" is 1 in warm-up and cool-down; "synchronizations" counts the messages sent."""
+        """Return numbers, without waiting for the device.
+
+        "blocking" is 1 in warm-up and cool-down, "synchronizations" counts the messages sent, and "seconds/inside" and
+        "seconds/between" are the host seconds spent on messages.
+        """
         return {
             "epoch": self._epochs.epoch,
             "blocking": float(self.phase != "cycling"),
@@ -288,8 +429,15 @@ class DASO(Averager):
             "batches_to_wait": self._cycle.wait,
             "synchronizations": self._exchanges,
             "merges": self._merges,
-            **super().metrics(),
+            **self.grid.seconds(),
         }
+
+    def traffic(self) -> dict[str, int]:
+        """Return the bytes that this rank has sent inside its node and between nodes, in total and by kind of message.
+
+        Messages of a wrapper (DDP, FSDP2) are not counted.
+        """
+        return self.grid.traffic()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, including messages in progress; collective inside the node if there are any.
@@ -308,7 +456,7 @@ class DASO(Averager):
             "cycle": self._cycle.state_dict(),
             "losses": {"sum": float(self._loss_sum), "count": self._loss_count},
             "momenta": list(self._momenta.known),
-            "flights": {tensors.name: tensors.state_dict() for tensors in (self._cycling, *self._others)},
+            "flights": {tensors.name: tensors.state_dict() for tensors in self._averaged},
             "place": (self.grid.sizes, self.grid.node, self.grid.local),
         }
 
@@ -318,31 +466,27 @@ class DASO(Averager):
 
         Raises:
             ValueError: if the state has another structure, is of another rank and was not taken after a
-                synchronization, is of an earlier version with messages in progress, or has messages that are not
-                finite. Nothing has been changed then.
+                synchronization, or has messages that are not finite. Nothing has been changed then.
         """
-        wanted = ("format", "epochs", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta")
-        check_parts(state, {*wanted, "flights", "place"}, self)
-        fits = state["format"] == FORMAT or (state["format"] in (1, 2) and not any(state["flights"].values()))
-        allowed = f"{FORMAT}, or 1 or 2 where the state was taken after an epoch's end or synchronize()"
-        require(fits, "state['format']", state["format"], allowed)
+        parts = ("format", "epochs", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta", "flights")
+        check_keys(state, {*parts, "place"})
+        allowed = f"{FORMAT}: states of earlier versions of natgrad are no longer read"
+        require(state["format"] == FORMAT, "state['format']", state["format"], allowed)
         place = (tuple(state["place"][0]), *state["place"][1:])
         here = (tuple(self.grid.sizes), self.grid.node, self.grid.local)
         allowed = f"that of this rank ({here}), or one taken after an epoch's end or synchronize()"
         require(state["equal"] or place == here, "state['place']", place, allowed)
-        numbers = {"epochs": self._epochs.state_dict(), "cycle": self._cycle.state_dict(), "losses": ("sum", "count")}
-        for name, keys in numbers.items():
-            check_parts(state[name], set(keys), self)
+        check_keys(state["epochs"], set(self._epochs.state_dict()))
+        check_keys(state["cycle"], set(self._cycle.state_dict()))
+        check_keys(state["losses"], {"sum", "count"})
         known, self._momenta.known = self._momenta.known, [(name, key) for name, key in state["momenta"]]
-        messages = [(tensors, state["flights"].get(tensors.name)) for tensors in (self._cycling, *self._others)]
         try:
-            for tensors, saved in messages:
-                tensors.check_state(saved)
+            found = [(tensors, tensors.read_state(state["flights"].get(tensors.name))) for tensors in self._averaged]
         except Exception:
             self._momenta.known = known
             raise
-        for tensors, saved in messages:
-            tensors.load_state_dict(saved)
+        for tensors, messages in found:
+            tensors.restore(*messages)
         self._epochs.load_state_dict(state["epochs"])
         self._exchanges, self._merges, self._equal = state["turn"], state["merges"], state["equal"]
         self._cycle.load_state_dict(state["cycle"])
@@ -352,7 +496,53 @@ class DASO(Averager):
             self._blocking.start_reference()
         self._preconditioned = self._preconditioner_steps()
 
-    # --- Internal -----------------------------------------------------------------------------------------------
+    # --- Tensors and exchanges ----------------------------------------------------------------------------------
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters. Wrappers may replace them, so do not store the list."""
+        return list(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trainable parameters by name."""
+        return {name: parameter for name, parameter in fsdp.named_parameters(self._root) if parameter.requires_grad}
+
+    def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the floating-point buffers and the others."""
+        found = [buffer for buffer in self._root.buffers() if buffer.numel()]
+        return (
+            [buffer for buffer in found if buffer.is_floating_point()],
+            [buffer for buffer in found if not buffer.is_floating_point()],
+        )
+
+    def exchange(self, kind: str, *, everyone: bool | None = None) -> Exchange:
+        """Return a new `Exchange` between the nodes.
+
+        Args:
+            kind: The name of its messages in `traffic`.
+            everyone: Whether the ranks of a node hold different tensors. None: if the model is sharded.
+        """
+        per_rank = self._sharded if everyone is None else everyone
+        return Exchange(self.grid, kind, per_rank=per_rank, message_bytes=self._message_bytes)
+
+    def agree(self, **values: Any) -> None:
+        """Check that plain values are equal on all ranks; collective and synchronous.
+
+        Raises:
+            AveragingError: on all ranks, with the values that differ and their ranks.
+        """
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        check_equal(self.grid.all_gather_objects((rank, values)))
+
+    def _blocking_tensors(self) -> list[Tensor]:
+        return [*self.parameters(), *self._momenta.tensors()]
+
+    def _digest(self) -> int:
+        """Return a checksum of the names, layouts and dtypes of the model's tensors."""
+        tensors = [*self._root.named_parameters(), *self._root.named_buffers()]
+        layouts = [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
+        return crc32(repr(layouts).encode())
+
+    # --- Averages and merges ------------------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
         """Synchronize, update B and S by the epoch's mean loss, and begin the next epoch."""
@@ -366,10 +556,17 @@ class DASO(Averager):
         self._cycle.end_epoch(loss if cycling else None)
         epochs.next()
 
+    def _mean_loss(self) -> float | None:
+        """Return the mean loss of the epoch over all ranks, None without losses, and reset the sum; collective."""
+        found = self.grid.all_gather_objects((float(self._loss_sum), self._loss_count))
+        self._loss_sum, self._loss_count = 0.0, 0
+        count = sum(number for _, number in found)
+        return sum(loss for loss, _ in found) / count if count else None
+
     @torch.no_grad()
     def _average_blocking(self) -> None:
         """Average synchronously after a batch of warm-up or cool-down."""
-        self._settle()
+        self._drop_messages()
         self._cycle.restart()
         self._find_momenta()
         self._blocking.mean_()
@@ -394,10 +591,10 @@ class DASO(Averager):
         self._find_momenta()
         self._exchanges += 1
         if self._cycle.wait:
-            for tensors in (self._cycling, *self._others):
+            for tensors in self._averaged:
                 tensors.send()
             return
-        for tensors in (self._cycling, *self._others):
+        for tensors in self._averaged:
             tensors.mean_()
         self._cycling.drop_reference()
         self._equal = True
@@ -405,37 +602,42 @@ class DASO(Averager):
         self._check_parameters()
 
     def _merge(self, waited: int) -> None:
+        """Merge the messages in progress, which were sent `waited` batches ago."""
         arrived = self._cycling.arrived()
-        for tensors in (self._cycling, *self._others):
+        for tensors in self._averaged:
             tensors.settle(waited)
         self._count_merge()
         self._finite.start(arrived, self._device)  # the sums, since merged parameters differ between nodes
+
+    def _drop_messages(self) -> None:
+        """Wait for messages in progress, and drop them."""
+        for tensors in self._averaged:
+            tensors.settle(None)
+        self._cycling.drop_reference()
 
     def _count_merge(self) -> None:
         self._merges += 1
         if self._momentum == "reset":
             self._momenta.reset()
 
+    def _find_momenta(self) -> None:
+        """In the first epoch, find the momenta that all ranks have; later `synchronize` does so. Synchronous."""
+        if self._momentum == "average" and self._epochs.epoch == 0 and not self._momenta.known:
+            self._momenta.agree(self.grid)
+
     def _check_parameters(self) -> None:
         """Check that the parameters, which are equal on all ranks, are finite."""
         self._finite.start(self.parameters(), self._device)
 
-    def _settle(self) -> None:
-        """Drop messages in progress."""
-        for tensors in (self._cycling, *self._others):
-            tensors.settle(None)
-        self._cycling.drop_reference()
+    # --- The order of calls -------------------------------------------------------------------------------------
 
-    def _mean_loss(self) -> float | None:
-        """Return the mean loss of the epoch over all ranks, None without losses, and reset the sum; collective."""
-        found = self.grid.all_gather_objects((float(self._loss_sum), self._loss_count))
-        self._loss_sum, self._loss_count = 0.0, 0
-        count = sum(number for _, number in found)
-        return sum(loss for loss, _ in found) / count if count else None
+    def _check_open(self) -> None:
+        if self._closed:
+            raise AveragingError("this DASO was detached")
 
     def _check_order(self) -> None:
         """Warn if the preconditioner has stepped with gradients that are not yet averaged over the node."""
-        averages = self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged
+        averages = self._gradients is not None and self.grid.inside.ranks > 1 and not self._has_average
         if averages and self._preconditioner_steps() > self._preconditioned:
             problem = "preconditioner.step() was called before the gradients were averaged over the node"
             warnings.warn(f"natgrad: {problem}: call daso.average_gradients() first", NatgradWarning, stacklevel=3)
@@ -443,18 +645,24 @@ class DASO(Averager):
     def _preconditioner_steps(self) -> int:
         return 0 if self._preconditioner is None else self._preconditioner.parts.progress.step
 
-    def _find_momenta(self) -> None:
-        """In the first epoch, find the momenta that all ranks have; later `synchronize` does so. Synchronous."""
-        if self._momentum == "average" and self._epochs.epoch == 0 and not self._momenta.known:
-            self._momenta.agree(self.grid)
+    def _notice_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a step of the optimizer outside of `step`.
 
-    def _blocking_tensors(self) -> list[Tensor]:
-        return [*self.parameters(), *self._momenta.tensors()]
+        Steps without gradients or with learning rates of 0 are ignored: ``torch.distributed.checkpoint`` makes such a
+        step to create the optimizer's state.
+        """
+        if not self._stepping:
+            moving = (p for group in optimizer.param_groups if float(group.get("lr", 1.0)) for p in group["params"])
+            self._stepped_outside = self._stepped_outside or any(parameter.grad is not None for parameter in moving)
 
-    def _check_wrapper(self) -> None:
-        super()._check_wrapper()
-        if self._preconditioner is not None:
-            check_owners(self._preconditioner, self.grid)
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient; a scaler raises without one."""
+        groups = self.optimizer.param_groups
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
 
 def _find_preconditioner(optimizer: object, preconditioner: object) -> Preconditioner | None:
@@ -470,3 +678,10 @@ def _find_preconditioner(optimizer: object, preconditioner: object) -> Precondit
         require(fits, "preconditioner", preconditioner, "left out beside a PreconditionedOptimizer")
         return optimizer.preconditioner
     return preconditioner if isinstance(preconditioner, Preconditioner) else None
+
+
+def _describe_scaler(scaler: torch.amp.GradScaler | None) -> tuple[float, float, int] | None:
+    """Return the numbers that must be equal on all ranks; None without an enabled scaler."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -226,7 +226,10 @@ class Exchange:
             return
         used = [parameter.grad is not None for parameter in parameters]
         flags = tensor_on(parameters[0].device, [any(used), *used], torch.float32)
-        gradients = list(gradients_of(parameters))
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self.sum_inside_([*gradients, flags])
         for device in {gradient.device for gradient in gradients}:
             count = flags[0].clamp(min=1).to(device)
@@ -251,11 +254,3 @@ class Exchange:
         """Gather the shares of all messages in the node, by broadcasts, since shares may differ in size."""
         shares = [pair for chunk in chunks for pair in enumerate(chunk.tensor_split(self.grid.smallest))]
         self.grid.inside.broadcast_((owner, share, {self._kind: len(share)}) for owner, share in shares if len(share))
-
-
-def gradients_of(parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-    """Yield ``.grad`` of each parameter; zeros are assigned where it is None."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        yield parameter.grad

@@ -145,48 +145,40 @@ class AveragedTensors:
             state["anchor"] = _on_host(self.reference)
         return state or None
 
-    def check_state(self, state: Mapping[str, Any] | None) -> None:
-        """Check a state that is to be loaded.
+    def read_state(self, state: Mapping[str, Any] | None) -> tuple[Packing, list[Tensor], PendingAverage | None]:
+        """Return what `restore` takes from a state of the same rank, without changing anything.
 
         Raises:
             ValueError: if the state has other sizes, was taken with another `wire`, or is not finite.
         """
-        if state is None:
-            return
-        fits = isinstance(state, Mapping) and ("anchor" in state) == (self._wire is not None)
-        allowed = "of a training with the same options (cycling_wire)"
-        require(fits, f"state ({self.name})", sorted(state) if isinstance(state, Mapping) else state, allowed)
-        sizes = Packing(self.tensors()).sizes
-        allowed = f"messages of {sizes}: the state of this rank, taken with the same merge"
-        for name in self._saved(state):
-            check_saved(f"state ({self.name})", state.get(name), [(size,) for size in sizes], allowed)
-
-    def _saved(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the names of the messages in a state that are restored."""
-        anchor = ["anchor"] if state.get("anchor") else []
-        exchanged = (["sent"] if self._merge == "delta" else []) + ["summed"] if "summed" in state else []
-        return anchor + exchanged
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore a state of the same rank that has passed `check_state`."""
-        self._pending, self.reference = None, []
-        if state is None:
-            return
         tensors = self.tensors()
         packing = Packing(tensors)
+        if state is None:
+            return packing, [], None
+        name = f"state ({self.name})"
+        fits = isinstance(state, Mapping) and ("anchor" in state) == (self._wire is not None)
+        allowed = "of a training with the same options (cycling_wire)"
+        require(fits, name, sorted(state) if isinstance(state, Mapping) else state, allowed)
 
-        def restored(name: str) -> list[Tensor]:
+        def messages(key: str) -> list[Tensor]:
+            sizes = packing.sizes
+            allowed = f"messages of {sizes}: the state of this rank, taken with the same merge"
+            check_saved(name, state.get(key), [(size,) for size in sizes], allowed)
             vectors = packing.pack(tensors)
-            for vector, saved in zip(vectors, state[name], strict=True):
+            for vector, saved in zip(vectors, state[key], strict=True):
                 vector.copy_(saved)
             return vectors
 
-        vectors = {name: restored(name) for name in self._saved(state)}
-        if "anchor" in vectors:
-            self._packing, self.reference = packing, vectors["anchor"]
-        if "summed" in vectors:
-            sent = vectors.get("sent", [])
-            self._pending = PendingAverage(packing, sent, vectors["summed"], self.exchange.grid.nodes)
+        reference = messages("anchor") if state.get("anchor") else []
+        pending = None
+        if "summed" in state:
+            sent = messages("sent") if self._merge == "delta" else []
+            pending = PendingAverage(packing, sent, messages("summed"), self.exchange.grid.nodes)
+        return packing, reference, pending
+
+    def restore(self, packing: Packing, reference: list[Tensor], pending: PendingAverage | None) -> None:
+        """Take over the reference and the exchange in progress of a state."""
+        self._packing, self.reference, self._pending = packing, reference, pending
 
     def _send(self, tensors: Sequence[Tensor], *, keep: bool, blocking: bool) -> PendingAverage:
         """Start to average a copy, relative to the reference if its layout fits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,10 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from natgrad.averaging.checks import check_equal
 from natgrad.distributed import Communicator
 from natgrad.distributed.groups import timeout_of
-from natgrad.errors import require
+from natgrad.errors import AveragingError, require
 
 MESH_NAMES = ("node", "local")
 
@@ -80,6 +79,30 @@ class Nodes:
         """The ranks of each node."""
         starts = [sum(self.sizes[:node]) for node in range(len(self.sizes))]
         return tuple(tuple(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True))
+
+
+def check_equal(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    """Check that all ranks have the same values.
+
+    Args:
+        everywhere: The world rank and the values by name of each rank; the same list on all ranks.
+
+    Raises:
+        AveragingError: with the values that differ and their ranks.
+    """
+    differences = []
+    for name in dict.fromkeys(name for _, values in everywhere for name in values):
+        holders: list[tuple[Any, list[int]]] = []
+        for rank, values in everywhere:
+            value = values.get(name, "not given")
+            ranks = next((ranks for other, ranks in holders if other == value), None)
+            if ranks is None:
+                holders.append((value, ranks := []))
+            ranks.append(rank)
+        if len(holders) > 1:
+            differences.append(f"{name}: " + ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in holders))
+    if differences:
+        raise AveragingError(f"the ranks differ in {'; '.join(differences)}")
 
 
 def _check_same(nodes: Nodes | DeviceMesh | None) -> None:

@@ -274,27 +274,16 @@ class Cycle:
 # --- Warnings ---------------------------------------------------------------------------------------------------
 
 
-def warn_without_epochs(epochs: Epochs, *, synchronized: bool) -> None:
+def warn_without_epochs(epochs: Epochs) -> None:
     """Warn after 1000 steps of the first epoch, if the epoch must be ended by a call."""
-    if epochs.steps is not None or epochs.epoch or epochs.batches != PATIENCE:
-        return
-    if epochs.warmup:
-        known = f" of epochs={epochs.total}" if epochs.total is not None else ""
-        problem = f"DASO is still in its first epoch{known}, a warm-up in which all nodes wait for each other "
-        problem += "at each step"
-    elif epochs.total is not None:
-        problem = f"DASO is still in its first epoch of epochs={epochs.total}: buffers (norm statistics) are not "
-        problem += "averaged, and the cool-down does not start"
-    elif synchronized:
-        return
-    else:
-        problem = "DASO without epochs= has neither warm-up nor cool-down, and buffers (norm statistics) are not "
-        problem += "averaged"
-    message = (
-        f"natgrad: {PATIENCE} steps without next_epoch(): {problem}. Pass epochs= and steps_per_epoch=, or call "
-        "next_epoch() after each epoch (ignore this warning if the first epoch has more steps)"
-    )
-    warnings.warn(message, NatgradWarning, stacklevel=3)
+    if epochs.steps is None and not epochs.epoch and epochs.batches == PATIENCE:
+        warnings.warn(
+            f"natgrad: {PATIENCE} steps without next_epoch(): DASO is still in its first epoch, in which buffers (norm "
+            "statistics) are not averaged, and a warm-up does not end. Pass epochs= and steps_per_epoch=, or call "
+            "next_epoch() after each epoch (ignore this warning if the first epoch has more steps)",
+            NatgradWarning,
+            stacklevel=3,
+        )
 
 
 def warn_of_short_epoch(epochs: Epochs, cycle: Cycle, merges: int) -> None:

@@ -90,10 +90,7 @@ def train(
     kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
     averaging: Annotated[
         str,
-        typer.Option(
-            help="none, daso, post-local, hierarchical, diloco, streaming-diloco or classic.",
-            rich_help_panel=_AVERAGING,
-        ),
+        typer.Option(help="none or daso.", rich_help_panel=_AVERAGING),
     ] = "none",
     nodes: Annotated[
         int | None, typer.Option(help="Default: the launcher's; more are emulated.", rich_help_panel=_AVERAGING)
@@ -104,16 +101,14 @@ def train(
     batches_to_wait: Annotated[
         int | None, typer.Option(help="S, batches from a message to its use.", rich_help_panel=_AVERAGING)
     ] = None,
-    merge: Annotated[str | None, typer.Option(help="Of DASO: delta or paper.", rich_help_panel=_AVERAGING)] = None,
-    warmup_epochs: Annotated[float | None, typer.Option(help="Of DASO, blocking.", rich_help_panel=_AVERAGING)] = None,
-    cooldown_epochs: Annotated[
-        float | None, typer.Option(help="Of DASO, blocking.", rich_help_panel=_AVERAGING)
-    ] = None,
+    merge: Annotated[str | None, typer.Option(help="delta or paper.", rich_help_panel=_AVERAGING)] = None,
+    warmup_epochs: Annotated[float | None, typer.Option(help="Blocking.", rich_help_panel=_AVERAGING)] = None,
+    cooldown_epochs: Annotated[float | None, typer.Option(help="Blocking.", rich_help_panel=_AVERAGING)] = None,
     wire: Annotated[str | None, typer.Option(help="none, bfloat16 or float16.", rich_help_panel=_AVERAGING)] = None,
-    duty: Annotated[str | None, typer.Option(help="Of DASO: rotating or sharded.", rich_help_panel=_AVERAGING)] = None,
+    duty: Annotated[str | None, typer.Option(help="rotating or sharded.", rich_help_panel=_AVERAGING)] = None,
     averaging_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Another of its options; repeatable.", rich_help_panel=_AVERAGING),
+        typer.Option(metavar="NAME=VALUE", help="Another option of DASO; repeatable.", rich_help_panel=_AVERAGING),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
     steps: Annotated[int | None, typer.Option(help="In place of --epochs.", rich_help_panel=_RUN)] = None,

@@ -10,14 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from natgrad import PreconditionedOptimizer, Preconditioner
-from natgrad.averaging import Averager
-from natgrad.averaging.local_sgd import levels_of
+from natgrad import DASO, PreconditionedOptimizer, Preconditioner
 from natgrad.damping import Damping
 from natgrad.errors import ArgumentError
 from natgrad.tasks import Task
 
-from . import averagers, curvatures, optimizers, refresh_rules
+from . import averaging, curvatures, optimizers, refresh_rules
 from .job import Job
 from .option_errors import options_named
 from .world import check_devices, uses_gpu
@@ -73,24 +71,20 @@ def build_averager(
     preconditioner: Preconditioner | None,
     mesh: DeviceMesh | None,
     steps_per_epoch: int,
-) -> Averager | None:
-    """Return the job's averager, which replaces the optimizer's step; None if all ranks average gradients.
+) -> DASO | None:
+    """Return the averager over nodes, which replaces the optimizer's step; None if all ranks average gradients.
+
+    Collective.
 
     Raises:
         ValueError: An option's value is not allowed.
     """
     if job.averaging == "none":
         return None
-    return averagers.build(
-        job.averaging,
-        job.averaging_options,
-        model=model,
-        optimizer=optimizer,
-        mesh=mesh,
-        preconditioner=preconditioner,
-        epochs=job.total_steps / steps_per_epoch,
-        steps_per_epoch=steps_per_epoch,
-    )
+    arguments = averaging.arguments(job.averaging_options, preconditioner)
+    epochs = job.total_steps / steps_per_epoch
+    with options_named("averaging option", job.averaging_options):
+        return DASO(model, optimizer, mesh=mesh, epochs=epochs, steps_per_epoch=steps_per_epoch, **arguments)
 
 
 def _damping(job: Job) -> Damping | None:
@@ -111,12 +105,6 @@ def rehearse(job: Job) -> None:
     optimizer, preconditioner = build_optimizer(job, job.build_task(), model)
     if job.optimizer != "naturalmuon" and not uses_gpu(job.device):
         _try_step(job, model)
-    # Levels of ranks belong to the whole run, but there is one rank here.
-    options = dict(job.averaging_options)
-    if options.get("periods") is not None:
-        with options_named("averaging option", job.averaging_options):
-            levels_of(options.pop("periods"), job.workers)
-    job = replace(job, averaging_options=options)
     build_averager(job, model, optimizer, preconditioner, None, job.steps_per_epoch)
 
 

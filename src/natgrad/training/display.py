@@ -104,7 +104,7 @@ def _averaging(training: Training) -> str:
     if averager is None:
         return ""
     metrics = averager.metrics()
-    intervals = [f"{symbol} {metrics[name]}" for name, symbol in _SYMBOLS.items() if name in metrics]
+    intervals = [f"{symbol} {metrics[name]}" for name, symbol in _SYMBOLS.items()]
     return "  " + ", ".join([f"{job.averaging} on {describe(job.nodes or 1, job.workers)}", *intervals])
 
 

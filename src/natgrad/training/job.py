@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from natgrad import recipes, tasks
 from natgrad.errors import ArgumentError, require
 
-from . import averagers, curvatures, optimizers, refresh_rules
+from . import averaging, curvatures, optimizers, refresh_rules
 from .nodes import machines
 from .option_errors import options_named
 
@@ -61,8 +61,8 @@ class Job:
         batch_size: Samples per step over all ranks; None: the task's default.
         accumulate: Backward passes per step.
         workers: The number of ranks.
-        averaging: "none" to average gradients over all ranks at each step, or one of `averagers.names()`.
-        averaging_options: Options of its constructor; dtypes by their names.
+        averaging: "none" to average gradients over all ranks at each step, or "daso".
+        averaging_options: Options of `natgrad.DASO`; dtypes by their names.
         nodes: The number of nodes, with `averaging`; None: the launcher's. More nodes than machines are emulated.
         seed: The seed of the initial parameters, the order of the data and all random numbers.
         device: The device to train on; "auto": a GPU if there is one.
@@ -161,7 +161,7 @@ class Job:
             for option in self.averaging_options:
                 require(False, "averaging option", option, "given with averaging")
             return
-        averagers.check(self.averaging, self.averaging_options)
+        averaging.check(self.averaging, self.averaging_options)
         nodes = "none for lbfgs, which evaluates the gradient several times a step"
         require(self.optimizer != "lbfgs", "averaging", self.averaging, nodes)
 

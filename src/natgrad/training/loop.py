@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from natgrad.averaging import DASO
 from natgrad.errors import DivergedError, require
 
-from . import averagers, memory
+from . import memory
 from .build import build_averager, build_optimizer, build_scheduler, seconds_spent
 from .job import CHANGEABLE, Job
 from .nodes import describe, node_mesh
@@ -112,11 +111,9 @@ class Training:
 
         torch.manual_seed(job.seed)
         self.model = self.task.model().to(world.device)
-        averages = job.averaging != "none"
-        mesh = node_mesh(world.device, job.nodes or 1, world.size) if averages else None
-        wraps = world.size > 1 and (not averages or averagers.wraps(job.averaging))
+        mesh = node_mesh(world.device, job.nodes or 1, world.size) if job.averaging != "none" else None
         group = mesh.get_group("local") if mesh is not None else None
-        self._replica = DistributedDataParallel(self.model, process_group=group) if wraps else self.model
+        self._replica = DistributedDataParallel(self.model, process_group=group) if world.size > 1 else self.model
         self.optimizer, self.preconditioner = build_optimizer(job, self.task, self._replica)
         self.scheduler = build_scheduler(job, self.optimizer)
         self._additions = additions(job, self.model, world.rank)
@@ -284,7 +281,7 @@ class Training:
     def _save_checkpoint(self) -> None:
         """Save a checkpoint. Collective."""
         assert self._save is not None
-        if self._is_elastic and isinstance(self.averager, DASO) and self.position.batch:  # within a pass
+        if self._is_elastic and self.averager is not None and self.position.batch:  # within a pass
             self.averager.synchronize()
         self._save(self)
         self._saved_at = perf_counter()
@@ -378,10 +375,9 @@ class Training:
         sent = self.averager.traffic()
         links = ("inside", "between")
         total = self.world.totals(*(sent[link] for link in links))
-        phase = {"phase": self.averager.phase} if isinstance(self.averager, DASO) else {}
         return {
             "nodes": describe(self.averager.grid.nodes, self.world.size),
-            **phase,
+            "phase": self.averager.phase,
             **_plain(self.averager.metrics()),
             **{f"bytes/{link}": count for link, count in zip(links, total, strict=True)},
         }

@@ -234,18 +234,13 @@ def _check(folder: Path, job: Job, *, resume: bool) -> str | None:
 
 
 def _check_ranks(folder: Path, job: Job, stored: Job) -> None:
-    """Check that each rank of a job with averaging has a state of its own in the checkpoints of a run.
+    """Check that the nodes of a job with averaging have as many ranks as in the checkpoints of a run.
 
-    DASO goes on with other numbers of nodes, if the checkpoint was saved when they were equal: see `Training.fits`.
+    The number of nodes may differ if the checkpoint was saved when they were equal: see `Training.fits`.
     """
+    size = stored.workers // (stored.nodes or 1)
     place = f"the checkpoints in {folder / CHECKPOINTS} have a state for each rank"
-    if job.averaging == "daso":
-        size = stored.workers // (stored.nodes or 1)
-        same = job.workers == size * (job.nodes or 1)
-        require(same, "workers", job.workers, f"{size} for each node, as before: {place}")
-        return
-    require(job.workers == stored.workers, "workers", job.workers, f"{stored.workers}, as before: {place}")
-    require(job.nodes == stored.nodes, "nodes", job.nodes, f"{stored.nodes}, as before: {place}")
+    require(job.workers == size * (job.nodes or 1), "workers", job.workers, f"{size} for each node, as before: {place}")
 
 
 def _done(folder: Path, run: str, job: Job, *, resume: bool) -> int | None:

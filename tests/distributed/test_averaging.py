@@ -1,4 +1,4 @@
-"""The grid, node gradients and exchanges that all ways of averaging are made of, on real ranks."""
+"""The grid of nodes, exchanges between them, gradients in a node, and buffers, on real ranks."""
 
 import os
 
@@ -6,41 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
 
 import natgrad
-from natgrad.averaging import Averager, Grid, Nodes
+from natgrad.averaging import Grid, Nodes
+from natgrad.averaging.exchange import Exchange
 from natgrad.distributed.groups import timeout_of
-from natgrad.errors import AveragingError
-
-
-def mesh(nodes, local):
-    return init_device_mesh("cpu", (nodes, local), mesh_dim_names=("node", "local"))
-
-
-class Plain(Averager):
-    """Averages parameters over the nodes after each step."""
-
-    def step(self, loss=None):
-        self.step_optimizer()
-        self._parameters.mean_(self.parameters())
-
-    def drain(self):
-        pass
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-    def metrics(self):
-        return {}
 
 
 def place(nodes):
-    grid = Grid(mesh(2, 2) if nodes is None else nodes)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")) if nodes is None else nodes
+    grid = Grid(mesh)
     # Whoever waits for a rank that hangs does so as long as the user has told torch.distributed.
     assert {timeout_of(own.group) for own in (grid.inside, grid.between)} == {timeout_of(dist.group.WORLD)}
     rank = dist.get_rank()
@@ -96,8 +72,8 @@ def network():
 
 def start(sizes, budget):
     model = network()
-    averager = Plain(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=Nodes(sizes), message_bytes=budget)
-    averager.detach()
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=Nodes(sizes), message_bytes=budget)
+    daso.detach()
     torch.manual_seed(0)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -113,15 +89,15 @@ def test_all_start_from_rank_0(ranks, sizes, budget):
 def node_gradients(sizes, idle):
     """Rank r's gradient is r + 1 in every element; some ranks have no batch, the last layer none anywhere."""
     model = network()
-    averager = Plain(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=Nodes(sizes), message_bytes=40)
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=Nodes(sizes), message_bytes=40)
     rank = dist.get_rank()
     used = list(model[0].parameters()) + list(model[2].parameters() if rank == 0 else [])
     for parameter in used if rank not in idle else []:
         parameter.grad = torch.full_like(parameter, rank + 1.0)
-    averager.average_gradients()
-    averager.average_gradients()  # once a step
-    found = [None if p.grad is None else float(p.grad.unique()) for p in averager.parameters()]
-    averager.detach()
+    daso.average_gradients()
+    daso.average_gradients()  # once a step
+    found = [None if p.grad is None else float(p.grad.unique()) for p in daso.parameters()]
+    daso.detach()
     return found
 
 
@@ -134,48 +110,89 @@ def test_gradients_are_averaged_over_the_ranks_of_a_node_that_have_a_batch(ranks
     assert second[2] == second[3] == [None] * 7
 
 
-def means(sizes, wire, budget):
-    """Rank r of node n has the parameters of node n: 2 to the power n, which every wire holds exactly."""
+def exchanged(sizes, budget, wire):
+    """Average tensors that are alike within a node, twice; return the means and what this rank sent."""
     grid = Grid(Nodes(sizes))
-    tensors = [torch.full((5,), 2.0**grid.node), torch.full((2, 3), -(2.0**grid.node), dtype=torch.float64)]
-    exchange = natgrad.averaging.exchange.Exchange(grid, "parameters", message_bytes=budget)
-    found = []
+    tensors = drawn(grid.node)
+    exchange = Exchange(grid, "parameters", message_bytes=budget)
     for _ in range(2):
-        own = [tensor.clone() for tensor in tensors]
-        exchange.mean_(own, wire)
-        found.append([float(tensor.unique()) for tensor in own])
-    sent = grid.traffic()["between"]
-    return found, sent
+        exchange.mean_(tensors, wire)
+        torch._foreach_mul_(tensors, grid.node + 1)  # apart again
+    sent = grid.traffic()
+    return tensors, sent
 
 
-@pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16])
-def test_mean_over_equal_nodes(ranks, wire):
-    everyone = ranks.run(4, means, (2, 2), wire, 16)
-    assert all(found == [[1.5, -1.5]] * 2 for found, _ in everyone)
-    assert all(sent > 0 for _, sent in everyone)  # each rank sends its share
+def drawn(seed):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 5), (1,), (4, 2))]
+    return [*tensors, torch.randn(6, generator=generator, dtype=torch.float64)]
 
 
-def test_nodes_weigh_as_their_ranks(ranks):
-    everyone = ranks.run(3, means, (2, 1), None, 1 << 20)
-    assert [found for found, _ in everyone] == [everyone[0][0]] * 3
-    assert everyone[0][0][0] == pytest.approx([4 / 3, -4 / 3])
-    assert [sent > 0 for _, sent in everyone] == [True, False, True]
+def averaged(sizes):
+    """What `exchanged` returns on each node, worked out in one process."""
+    weights = [len(sizes) * size / sum(sizes) for size in sizes]
+    nodes = [drawn(node) for node in range(2)]
+    for _ in range(2):
+        means = [(weights[0] * a + weights[1] * b) / 2 for a, b in zip(*nodes, strict=True)]
+        nodes = [[mean * (node + 1) for mean in means] for node in range(2)]
+    return nodes
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("budget", [1 << 20, 24])
+def test_exchanges_in_shares(ranks, sizes, budget):
+    everyone, expected = ranks.run(sum(sizes), exchanged, sizes, budget, None), averaged(sizes)
+    for rank, (found, _) in enumerate(everyone):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected[rank // 2], strict=True))
+    size = 2 * sum(tensor.nbytes for tensor in drawn(0))  # two exchanges
+    assert sum(sent["between"] for _, sent in everyone) == 2 * size
+    assert sum(sent["inside"] for _, sent in everyone) == sum(size for ranks in sizes if ranks > 1)
+    if sizes == (2, 2) and budget > 24:
+        shares = [sent["between"] for _, sent in everyone]
+        assert max(shares) - min(shares) <= 2 * 2 * 8  # an element of each dtype, in two exchanges
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+def test_exchanges_on_a_narrow_wire(ranks, wire):
+    everyone, expected = ranks.run(4, exchanged, (2, 2), 1 << 20, wire), averaged((2, 2))
+    for rank, (found, _) in enumerate(everyone):
+        assert all(torch.allclose(a, b, rtol=2e-2, atol=2e-2) for a, b in zip(found, expected[rank // 2], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, everyone[rank - rank % 2][0], strict=True))
+
+
+def pending():
+    """Send tensors, change them, and return what the exchange holds."""
+    grid = Grid(Nodes((2, 2)))
+    tensors = drawn(grid.node)
+    average = Exchange(grid, "parameters").send(tensors, keep=True)
+    for tensor in tensors:
+        tensor.zero_()
+    average.wait()
+    return average.sent, average.summed, average.nodes
+
+
+def test_a_pending_average_holds_all_of_what_was_sent_and_summed(ranks):
+    packed = [[torch.cat([t.flatten() for t in node[:3]]), node[3]] for node in map(drawn, range(2))]
+    for rank, (sent, summed, nodes) in enumerate(ranks.run(4, pending)):
+        assert nodes == 2
+        assert all(torch.equal(a, b) for a, b in zip(sent, packed[rank // 2], strict=True))
+        assert all(torch.equal(a, b + c) for a, b, c in zip(summed, *packed, strict=True))
 
 
 def synchronize(sizes):
     """Rank r has r in all parameters and buffers of its own; in a node parameters are equal, buffers need not be."""
     model = network()
-    averager = Plain(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=Nodes(sizes))
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=Nodes(sizes))
     frozen = model[3].weight.clone()
     with torch.no_grad():
-        for parameter in averager.parameters():
-            parameter.fill_(averager.grid.node)
+        for parameter in daso.parameters():
+            parameter.fill_(daso.grid.node)
         model[1].running_var.fill_(dist.get_rank())
         model[1].num_batches_tracked.fill_(7 + dist.get_rank())
         model.mask.fill_(dist.get_rank() > 0)
-    averager.next_epoch()
-    averager.detach()
-    found = [float(p.unique()) for p in averager.parameters()]
+    daso.synchronize()
+    daso.detach()
+    found = [float(p.unique()) for p in daso.parameters()]
     assert torch.equal(model[3].weight, frozen)
     assert not model.mask.any()
     return found, float(model[1].running_var.unique()), int(model[1].num_batches_tracked)
@@ -189,38 +206,3 @@ def test_synchronize(ranks, sizes, parameters, buffers):
     assert found == pytest.approx([parameters] * 7)
     assert variance == pytest.approx(buffers)
     assert tracked == 7
-
-
-def refusals():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="its node alone"):
-        Plain(DistributedDataParallel(model), optimizer, mesh=mesh(2, 1))
-    with pytest.raises(ValueError, match="its node alone"):
-        Plain(torch.compile(DistributedDataParallel(model)), optimizer, mesh=mesh(2, 1))
-    gaps = nn.Linear(2, 2)
-    gaps.register_buffer("gaps", torch.zeros(1).expand(3))
-    with pytest.raises(ValueError, match=r"model \(gaps\)"):
-        Plain(gaps, torch.optim.SGD(gaps.parameters()), nodes=Nodes((1, 1)))
-    with pytest.raises(ValueError, match="of 2 ranks in all"):
-        Plain(model, optimizer, nodes=Nodes((2, 1)))
-    backwards = DeviceMesh("cpu", [[1], [0]], mesh_dim_names=("node", "local"))
-    with pytest.raises(ValueError, match="rise along both"):
-        Plain(model, optimizer, mesh=backwards)
-    with pytest.raises(ValueError, match="with dimensions"):
-        Plain(model, optimizer, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
-    with pytest.raises(ValueError, match="optimizer"):
-        Plain(model, torch.optim.SGD(network().parameters()), nodes=Nodes((1, 1)))
-    if dist.get_rank() == 1:
-        model = nn.Sequential(*model, nn.Linear(2, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(AveragingError, match=r"differ in model: .* on ranks \[1\]"):
-        Plain(model, optimizer, nodes=Nodes((1, 1)))
-    averager = Plain(model[0], torch.optim.SGD(model[0].parameters()), nodes=Nodes((1, 1)))
-    averager.detach()
-    with pytest.raises(AveragingError, match="detached"):
-        averager.step()
-
-
-def test_refusals(ranks):
-    ranks.run(2, refusals)

@@ -1,0 +1,53 @@
+"""DASO and its options by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from natgrad import DASO, Preconditioner
+from natgrad.errors import require
+
+# Arguments that the run sets.
+_EXCLUDED = ("model", "optimizer", "mesh", "nodes", "epochs", "steps_per_epoch", "preconditioner", "scaler")
+# The option that passes the preconditioner, so that nodes also average its factors.
+_FACTORS = "average_factors"
+_OPTIONS = [*(option for option in inspect.signature(DASO).parameters if option not in _EXCLUDED), _FACTORS]
+_WIRED = ("wire", "cycling_wire")  # options that are dtypes
+_WIRES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """Check the name of a way of averaging, and the names of its options.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    require(name == "daso", "averaging", name, "one of none, daso")
+    for option in options:
+        require(option in _OPTIONS, "averaging option", option, f"one of daso's: {', '.join(_OPTIONS)}")
+    for option in _WIRED:
+        wire = options.get(option, "none")
+        require(wire in _WIRES, f"averaging option {option}", wire, f"one of {', '.join(_WIRES)}")
+
+
+def arguments(options: Mapping[str, Any], preconditioner: Preconditioner | None) -> dict[str, Any]:
+    """Return the arguments of `natgrad.DASO` for options that have passed `check`.
+
+    Args:
+        options: The options; dtypes by their names.
+        preconditioner: The preconditioner, if there is one.
+
+    Raises:
+        ValueError: An option's value is not allowed.
+    """
+    found = {option: _WIRES[value] if option in _WIRED else value for option, value in options.items()}
+    averages = found.pop(_FACTORS, False)
+    require(isinstance(averages, bool), f"averaging option {_FACTORS}", averages, "True or False")
+    require(
+        not averages or preconditioner is not None, f"averaging option {_FACTORS}", averages, "given with curvature"
+    )
+    return found | {"preconditioner": preconditioner if averages else None}
