@@ -21,18 +21,13 @@ MESSAGE_BYTES = 64 << 20
 # --- Tensors as messages ----------------------------------------------------------------------------------------
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return a detached view of the local shard of a tensor, or of a plain tensor."""
-    return fsdp.local(tensor).detach()
-
-
 def flat(tensor: Tensor) -> Tensor:
-    """Return a view ``[numel]`` of a tensor's elements in memory order.
+    """Return a detached view ``[numel]`` of the elements of a tensor, or of its local shard, in memory order.
 
     Raises:
         ValueError: if the tensor is not dense in memory.
     """
-    held = local(tensor)
+    held = fsdp.local(tensor).detach()
     if not held.is_contiguous():
         held = held.permute(sorted(range(held.ndim), key=held.stride, reverse=True))
         require(held.is_contiguous(), "tensor", tuple(tensor.stride()), "stored without gaps (dense strides)")
@@ -45,19 +40,17 @@ class Packing:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Compute the layout of `tensors`, in their order."""
         self._layouts = _memory_layouts(tensors)
-        self._members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, (shape, _, dtype, device) in enumerate(self._layouts):
             if prod(shape):
-                self._members.setdefault((dtype, device), []).append(index)
+                members.setdefault((dtype, device), []).append(index)
+        self._members = list(members.values())
+        self._sizes = [[prod(self._layouts[index][0]) for index in indices] for indices in self._members]
 
     @property
     def sizes(self) -> list[int]:
         """The number of elements of each message."""
         return [sum(sizes) for sizes in self._sizes]
-
-    @property
-    def _sizes(self) -> list[list[int]]:
-        return [[prod(self._layouts[index][0]) for index in members] for members in self._members.values()]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether `tensors` have the shapes, strides, dtypes and devices of this layout."""
@@ -65,7 +58,7 @@ class Packing:
 
     def flats(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return, for each message, its tensors as flat views."""
-        return [[flat(tensors[index]) for index in members] for members in self._members.values()]
+        return [[flat(tensors[index]) for index in members] for members in self._members]
 
     def views(self, messages: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return, for each message, the views of its tensors in `messages`."""
@@ -84,7 +77,7 @@ class Packing:
 def _memory_layouts(
     tensors: Sequence[Tensor],
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]]:
-    return [(tuple(shard.shape), shard.stride(), shard.dtype, shard.device) for shard in map(local, tensors)]
+    return [(tuple(shard.shape), shard.stride(), shard.dtype, shard.device) for shard in map(fsdp.local, tensors)]
 
 
 # --- Exchanges --------------------------------------------------------------------------------------------------

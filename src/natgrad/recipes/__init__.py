@@ -1,6 +1,5 @@
 """The large-batch recipe of Osawa 2019, and other parts of the papers' trainings; each works in any script."""
 
-from natgrad.recipes.decay import CenteredDecay as CenteredDecay
 from natgrad.recipes.erasing import ZeroErasing as ZeroErasing
 from natgrad.recipes.heavy_ball import HeavyBall as HeavyBall
 from natgrad.recipes.labels import soft_labels as soft_labels
@@ -8,9 +7,10 @@ from natgrad.recipes.large_batch import LargeBatch as LargeBatch
 from natgrad.recipes.large_batch import large_batch as large_batch
 from natgrad.recipes.mixup import RunningMixup as RunningMixup
 from natgrad.recipes.polynomial import PolynomialDecay as PolynomialDecay
-from natgrad.recipes.rescaling import WeightRescaling as WeightRescaling
 from natgrad.recipes.step_decay import STEP_DECAYS as STEP_DECAYS
 from natgrad.recipes.step_decay import StepDecay as StepDecay
+from natgrad.recipes.weights import CenteredDecay as CenteredDecay
+from natgrad.recipes.weights import WeightRescaling as WeightRescaling
 
 __all__ = [
     "STEP_DECAYS",

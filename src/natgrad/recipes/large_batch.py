@@ -12,13 +12,12 @@ from torch.optim import Optimizer
 from natgrad import KFAC, Preconditioner, Refresh
 from natgrad.damping import ByKind, WarmUp
 from natgrad.errors import require
-from natgrad.recipes.decay import CenteredDecay
 from natgrad.recipes.erasing import ZeroErasing
 from natgrad.recipes.heavy_ball import HeavyBall
 from natgrad.recipes.mixup import RunningMixup
 from natgrad.recipes.polynomial import PolynomialDecay
-from natgrad.recipes.rescaling import WeightRescaling
 from natgrad.recipes.table import FISHER_SCALE, IMAGENET, ROWS, Row
+from natgrad.recipes.weights import CenteredDecay, WeightRescaling
 from natgrad.schedule import check_number
 
 _MOST_OF_A_TRAINING = 0.25
