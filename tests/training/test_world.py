@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from natgrad.training.nodes import describe, machines
+from natgrad.training.averaging import describe, machines
 from natgrad.training.world import check_devices
 
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .averaging import describe
 from .loop import Observer, Training
-from .nodes import describe
 from .result import Point
 
 # The papers' symbols for these intervals.

@@ -13,7 +13,7 @@ from natgrad import recipes, tasks
 from natgrad.errors import ArgumentError, require
 
 from . import averaging, curvatures, optimizers, refresh_rules
-from .nodes import machines
+from .averaging import machines
 from .option_errors import options_named
 
 # The settings that may change when a run is resumed.

@@ -19,9 +19,9 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from natgrad.errors import DivergedError, require
 
 from . import memory
+from .averaging import describe, node_mesh
 from .build import build_averager, build_optimizer, build_scheduler, seconds_spent
 from .job import CHANGEABLE, Job
-from .nodes import describe, node_mesh
 from .recipe import additions
 from .result import Point, Result, Status
 from .world import StepMessages, StepSummary, World
