@@ -9,7 +9,6 @@ import pytest
 import torch
 import typer
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import natgrad
 from benchmarks import curvature, curvature_limit, daso, daso_training, memory, step
@@ -21,7 +20,6 @@ from benchmarks.placement import ALONE, DDP, WANTED_SLOW, Shares, Summary
 from benchmarks.placement_cycle import CYCLE, KINDS, SPANS, STEPS, Intervals, cycle, merge
 from benchmarks.placement_report import Result, wanted
 from benchmarks.step import SETTINGS
-from natgrad.linalg.iterative import Warm
 
 TWO_NODES = Path(__file__).parents[1] / "benchmarks" / "two_nodes.sh"
 
@@ -84,26 +82,6 @@ def test_limit_multiplies_the_rows_that_make_the_gradient():
         torch.testing.assert_close(layer.products[0], rows_A.T @ rows_A)
         torch.testing.assert_close(layer.products[1], rows_G.T @ rows_G)
     assert [tuple(layer.gradient.shape) for layer in limit.layers] == [(4, 27), (5, 5), (6, 81)]
-
-
-@pytest.mark.parametrize("form", ["iterative", "newton_schulz"])
-def test_limits_of_warm_renewals_multiply_as_often_as_a_test_that_passes(form):
-    """Beside the sums XᵀX; products with a vector count for nothing."""
-    layer, warm = curvature_limit.Layer((torch.randn(40, 9), torch.randn(40, 6)), 8), Warm(tolerance=0.1, iterations=1)
-    factors, damping = layer.factors, torch.zeros(1)
-    last = [torch.linalg.eigh(factor).eigenvectors if form == "iterative" else factor.inverse() for factor in factors]
-    with FlopCounterMode(display=False) as own:
-        for factor, known in zip(factors, last, strict=True):
-            if form == "iterative":
-                assert torch.equal(warm.eigh(factor[None], known[None])[1][0], known)
-            else:
-                assert torch.equal(warm.damped_inverse(factor[None], damping, known[None])[0][0], known)
-    with FlopCounterMode(display=False) as limit:
-        getattr(curvature_limit, form)(layer)
-    with FlopCounterMode(display=False) as sums:
-        layer.sums()
-    vectors = 2 * (9**2 + 6**2) if form == "iterative" else 0  # Qᵀ(Q 1)
-    assert limit.get_total_flops() - sums.get_total_flops() == own.get_total_flops() - vectors == 2 * (9**3 + 6**3)
 
 
 def test_what_is_timed_is_where_it_is_told():
