@@ -27,6 +27,7 @@ DROPPED_PARAMETERS = {
     *((f"{home}Adaptive", "by") for home in ("", "refresh.")),
     *((f"{home}TraceRule", "lower") for home in ("", "refresh.")),
     ("DASO.exchange", "told"),
+    *(("Guard", name) for name in ("patience", "ladder")),
 }
 
 

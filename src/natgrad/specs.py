@@ -14,7 +14,7 @@ ROWS = 0
 """In the shape of a `TensorSpec`: the number of rows selected from the last batch; 0 before the first."""
 
 # Names of a layer's other entries in checkpoints.
-_RESERVED = ("weight", "early weight", "renewed", "norm", "ladder", "rule")
+_RESERVED = ("weight", "early weight", "renewed", "ladder", "rule")
 
 
 @dataclass(frozen=True)

@@ -308,72 +308,12 @@ def losses_around(spiked, *, memory, inputs=1.0, gain=1.0, activation=nn.ReLU):
 
 @pytest.mark.values
 @pytest.mark.parametrize("memory", [None, 10])
-@pytest.mark.parametrize(("inputs", "gain"), [(1e3, 1.0), (1.0, 1e3)])
-def test_one_batch_of_another_scale_changes_little(inputs, gain, memory):
-    losses, metrics = losses_around({30}, memory=memory, inputs=inputs, gain=gain)
+def test_one_batch_of_another_scale_changes_little(memory):
+    losses, metrics = losses_around({30}, memory=memory, gain=1e3)
     usual, untouched = losses_around({30}, memory=memory)
     assert max(losses) < 1.2 * max(usual)
-    assert metrics["skipped_factors"] == (3 if inputs > 1 else 0)  # one of each layer
     assert metrics["bounded_gradients"] == 3
     assert untouched["skipped_factors"] == untouched["bounded_gradients"] == untouched["failed_decompositions"] == 0
-
-
-def test_a_lasting_change_of_scale_is_accepted():
-    _, metrics = losses_around(set(range(20, 50)), memory=None, inputs=1e3, activation=nn.Tanh)
-    assert metrics["skipped_factors"] == 3  # three batches of the first layer; the others' inputs are within 1
-
-
-class SpikedRun:
-    """A training on batches whose inputs are much larger from a step on."""
-
-    def __init__(self, first):
-        self.first = first
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.preconditioner = natgrad.Preconditioner(
-            self.model, natgrad.KBFGS(), optimizer=self.optimizer, damping=0.1, refresh=EVERY_STEP
-        )
-
-    def train(self, steps):
-        for step in steps:
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(8, 4, generator=generator).double() * (1e3 if step >= self.first else 1)
-            y = torch.randint(3, (8,), generator=generator)
-
-            def loss(x=x, y=y):
-                return nn.functional.cross_entropy(self.model(x), y)
-
-            self.optimizer.zero_grad()
-            loss().backward()
-            self.preconditioner.step(loss)
-            self.optimizer.step()
-        return self
-
-    def load(self, other, state):
-        self.model.load_state_dict(other.model.state_dict())
-        self.optimizer.load_state_dict(other.optimizer.state_dict())
-        self.preconditioner.load_state_dict(state)
-        return self
-
-
-@pytest.mark.parametrize("stopped", [5, 6, 7])
-def test_a_resumed_run_knows_how_many_batches_in_a_row_were_left_out(stopped):
-    straight, before = SpikedRun(4).train(range(10)), SpikedRun(4).train(range(stopped))
-    resumed = SpikedRun(4).load(before, before.preconditioner.state_dict()).train(range(stopped, 10))
-    assert straight.preconditioner.metrics()["skipped_factors"] == 3
-    assert resumed.preconditioner.metrics()["skipped_factors"] == 3
-    dense.assert_equal(resumed.model.state_dict(), straight.model.state_dict(), 0)
-
-
-def test_a_state_without_the_batches_left_out_in_a_row_begins_their_count():
-    """Earlier versions saved states that way."""
-    before = SpikedRun(4).train(range(6))
-    state = before.preconditioner.state_dict()
-    for tensors in state["blocks"].values():
-        tensors["ladder"][:, 2] %= 4
-    resumed = SpikedRun(4).load(before, state).train(range(6, 12))
-    assert resumed.preconditioner.metrics()["skipped_factors"] == 2 + 3
 
 
 def quadratic(size, seed):

@@ -332,7 +332,7 @@ def look_again_at_what_is_not_finite():
         except natgrad.CurvatureError as error:
             told = str(error)
         optimizer.step()
-    assert "not finite 2 times in a row in weight" in told
+    assert "unusable 2 times in a row in weight" in told
     return preconditioner.metrics()["step"]
 
 

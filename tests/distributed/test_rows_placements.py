@@ -188,7 +188,7 @@ def take_spoilt(placement):
 def test_all_ranks_raise_together_where_rows_are_not_finite_on_one(ranks, placement):
     results = ranks.run(4, take_spoilt, placement, limit=30)
     assert len(set(results)) == 1
-    assert "not finite 3 times in a row" in results[0][1]
+    assert "unusable 3 times in a row" in results[0][1]
 
 
 def take_unused():

@@ -21,7 +21,7 @@ class RootCurvature(natgrad.Curvature):
 
     default_damping = 0.1
     positive_definite = False  # the diagonal in the middle does not commute with the roots
-    diagonal_reads = trace_reads = ("L", "R")
+    trace_reads = ("L", "R")
 
     def __init__(self, beta: float = 0.9) -> None:
         self.beta = beta
@@ -77,11 +77,6 @@ class RootCurvature(natgrad.Curvature):
         v = state["v"] / (1 - self.beta ** state["steps"])[:, None, None]
         return computed["root_L"] @ (gradient / (v.sqrt() + damping)) @ computed["root_R"]
 
-    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        """Return the square root of diag(L) ⊗ diag(R), which shares its units with the Fisher."""
-        L, R = (averages[name].diagonal(dim1=-2, dim2=-1).clamp(min=0) for name in ("L", "R"))
-        return (L[:, :, None] * R[:, None, :]).sqrt()
-
     def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
         """Return tr L, which is tr R."""
         return averages["L"].diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -132,8 +127,6 @@ class Whitening(natgrad.Curvature):
 class DiagonalFisher(natgrad.Curvature):
     """``W / (F + γ)`` with F the mean squares of per-sample gradients, as they are at each step: there is no task."""
 
-    diagonal_reads = ("F",)
-
     def statistics(self, d_out: int, d_in: int) -> tuple[natgrad.Statistic, ...]:
         F = natgrad.Statistic("F", (d_out, d_in), gradient_power=2, used_by_precondition=True)
         return F, natgrad.Statistic("length", (), per="position", gradient_power=1)
@@ -165,9 +158,6 @@ class DiagonalFisher(natgrad.Curvature):
         damping: float,
     ) -> Tensor:
         return gradient / (averages["F"] + damping)
-
-    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        return averages["F"]
 
 
 class Signs(natgrad.Curvature):

@@ -323,6 +323,17 @@ _add(
     ("preconditioner.refresh.averages:_finite", ".all(0)", ".all(0) | True"),
 )
 
+_add(
+    "ascent_direction",
+    "A preconditioned gradient V with a negative ⟨V, W⟩ is used.",
+    "dense/test_fallbacks.py::test_unusable_curvature_gives_no_update_until_the_next_refresh",
+    (
+        "preconditioner.guard.guard:check_preconditioned",
+        "0 if entry.group.curvature.positive_definite else -math.inf",
+        "-math.inf",
+    ),
+)
+
 # --- Row curvatures and quasi-Newton ------------------------------------------------------------------------------
 
 _add(
@@ -355,12 +366,6 @@ _add(
 )
 
 _add(
-    "outlier_factors",
-    "K-BFGS takes batches of inputs over 100 times as large as usual into Ā.",
-    "dense/test_kbfgs.py::test_one_batch_of_another_scale_changes_little",
-    ("preconditioner.refresh.averages:_outlier", "fine & large", "fine & ~fine"),
-)
-_add(
     "outlier_gradients",
     "K-BFGS takes gradients over 30 times as long as Ŵ into Ŵ without scaling them down.",
     "dense/test_kbfgs.py::test_one_batch_of_another_scale_changes_little",
@@ -371,18 +376,6 @@ _add(
     "K-BFGS takes the pair of a batch whose gradient it has scaled down.",
     "dense/test_kbfgs.py::test_one_batch_of_another_scale_changes_little",
     ("preconditioner.second_pass:SecondPass._learn", "seen & ~group.failures.bounded[blocks]", "seen"),
-)
-_add(
-    "lasting_outliers",
-    "K-BFGS leaves out any number of batches in a row, so that it never takes a new scale of the inputs.",
-    "dense/test_kbfgs.py::test_a_lasting_change_of_scale_is_accepted",
-    ("state.failures:FailureState.leave_out", "& (outliers[blocks] < _OUTLIERS)", ""),
-)
-_add(
-    "saved_outliers",
-    "The number of batches in a row that K-BFGS has left out is not saved.",
-    "dense/test_kbfgs.py::test_a_resumed_run_knows_how_many_batches_in_a_row_were_left_out",
-    ("state.failures:FailureState.state", "seen + _ABOVE * outliers", "seen"),
 )
 
 # --- When: intervals, rules, checkpoints --------------------------------------------------------

@@ -113,8 +113,6 @@ def test_a_factor_that_cannot_be_one_is_refused_with_its_name_and_changes_nothin
     [
         (EKFAC(), KEY, "S"),
         (KFAC(max_factor_size=30), KEY, "A"),
-        (UnitWise(form="diag"), "1.weight", "F"),
-        (UnitWise(form="unit"), "1.weight", "F"),
         (UnitWise(form="full"), "1.weight", "F"),
         (KBFGS(), KEY, "A"),
     ],

@@ -210,8 +210,7 @@ def test_what_is_found_unusable_is_refreshed_whatever_the_rule_decides():
     training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6), **EVERY_OTHER), 8)
     assert decisions(states[-1])["head.weight"] == KEPT
     stack = next(s for s in training.preconditioner.parts.groups if s.members[0].layer.key == "head.weight")
-    stack.failures.has_invalid = True
-    stack.failures.allocate_invalid(stack.device)[:] = True
+    stack.failures.record_unusable(slice(None), torch.ones(stack.size, dtype=torch.bool, device=stack.device))
     training.step(batch(8))
     assert decisions(training.preconditioner.state_dict())["head.weight"] == REFRESHED
 

@@ -33,8 +33,7 @@ class Curvature(ABC):
     """An approximation of the Fisher block of a layer, and how it preconditions the layer's gradient.
 
     A subclass implements `statistics`, `tasks`, `accumulate`, `compute` and `precondition`. The rest has defaults. A
-    subclass that implements `diagonal` or `trace` also names the statistics that it reads; otherwise it is not
-    available.
+    subclass that implements `trace` also names the statistics that it reads; otherwise it is not available.
 
     Attributes:
         factor_decay: The weight of the old value in running averages, in [0, 1).
@@ -51,11 +50,8 @@ class Curvature(ABC):
             loaded.
         covers_bias: Whether it preconditions a layer's bias with the weight, as the last column. Otherwise the bias is
             left to the optimizer.
-        largest_growth: A batch is left out of a block's running averages if the trace of a symmetric statistic is more
-            than this many times that of its running average, but no more than three batches in a row. None: never.
         takes_narrow: Whether `precondition` accepts computed tensors of a narrower dtype than the gradient's
             (`natgrad.Precision.solve`); otherwise they are converted to the gradient's dtype first.
-        diagonal_reads: The statistics that `diagonal` reads; None: it is not available.
         trace_reads: The statistics that `trace` reads; None: not available.
     """
 
@@ -67,9 +63,7 @@ class Curvature(ABC):
     is_normalized: bool = False
     needs_results: bool = True
     covers_bias: bool = True
-    largest_growth: float | None = None
     takes_narrow: bool = False
-    diagonal_reads: tuple[str, ...] | None = None
     trace_reads: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
@@ -240,19 +234,6 @@ class Curvature(ABC):
             after: The summary of the second pass, after the optimizer's step.
         """
         return {}
-
-    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        """Return an estimate of the diagonal of the Fisher block, the fallback when decompositions fail.
-
-        Args:
-            averages: The averages that `diagonal_reads` names ``[N, *shape]``, bias-corrected.
-            d_out: The number of outputs.
-            d_in: The number of inputs.
-
-        Returns:
-            A tensor that broadcasts to ``[N, d_out, d_in]``.
-        """
-        raise NotImplementedError
 
     def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
         """Return the trace of each approximated Fisher block ``[N]``, without damping.

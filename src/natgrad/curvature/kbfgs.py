@@ -48,7 +48,6 @@ class KBFGS(Curvature):
     """
 
     takes_narrow = True
-    largest_growth = 100.0
     positive_definite = False  # V is computed from a running average of gradients
 
     def __init__(

@@ -41,7 +41,6 @@ class KFAC(Curvature):
     """
 
     takes_narrow = True
-    diagonal_reads: tuple[str, ...] | None = ("A", "G")
     trace_reads: tuple[str, ...] | None = ("A", "G")
 
     def __init__(
@@ -103,7 +102,7 @@ class KFAC(Curvature):
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.sum_positions = sharing == "reduce"
         if sides == "a":
-            self.diagonal_reads = self.trace_reads = ("A",)
+            self.trace_reads = ("A",)
         self.max_factor_size, self.wide = max_factor_size, wide
         self.A: Side = Full()
         self.G: Side = Full()
@@ -250,11 +249,6 @@ class KFAC(Curvature):
     def spectrum(self, computed: Mapping[str, Tensor]) -> Tensor:
         """Return the eigenvalues of the block ``[N, o, i]``, v_G v_Aᵀ in the eigen forms, as a new tensor."""
         return computed["vG"][:, :, None] * computed["vA"][:, None, :]
-
-    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        """Return diag(G) ⊗ diag(A), with the identity as G for ``sides="a"``."""
-        A = self.A.diagonal(averages["A"])[:, None, :]
-        return A if self.sides == "a" else self.G.diagonal(averages["G"])[:, :, None] * A
 
 
 def _warm(form: str, tolerance: float | None, iterations: int | None) -> Warm | None:

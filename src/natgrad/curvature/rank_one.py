@@ -31,7 +31,6 @@ class RankOne(Curvature):
 
     default_damping = 0.1
     takes_narrow = True
-    diagonal_reads = ("a", "g")
 
     def __init__(self, *, sharing: Literal["expand", "reduce"] = "expand", factor_decay: float = 0.95) -> None:
         """Choose the variant.
@@ -104,7 +103,3 @@ class RankOne(Curvature):
         damping: float,
     ) -> Tensor:
         return linalg.solve_rank_one(gradient, computed["mean_a"], computed["mean_g"], damping)
-
-    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        """Return ḡ² ⊗ ā²."""
-        return averages["g"].square()[:, :, None] * averages["a"].square()[:, None, :]

@@ -54,7 +54,7 @@ class TableKFAC(Curvature):
         self.likelihood, self.sum_positions = factors.likelihood, factors.sum_positions
         self.factor_decay = factors.factor_decay
         names = ("D", "E", *(("t",) if self.sum_positions else ()), *(("G", "A", "T") if heads else ()))
-        self.diagonal_reads = self.trace_reads = names
+        self.trace_reads = names
 
     def __repr__(self) -> str:
         """Show the variant."""
@@ -127,10 +127,6 @@ class TableKFAC(Curvature):
         damping: float,
     ) -> Tensor:
         return self._factors.precondition(computed, averages, state, gradient, damping)
-
-    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        """Return the diagonal of the one Kronecker product."""
-        return self._factors.diagonal(self.merged(averages), d_out, d_in)
 
     def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
         """Return tr R · tr C, which is the trace of F."""

@@ -29,7 +29,6 @@ class UnitWise(Curvature):
 
     sum_positions = True
     takes_narrow = True
-    diagonal_reads = ("F",)
 
     def __init__(
         self,
@@ -133,14 +132,6 @@ class UnitWise(Curvature):
             return linalg.product(computed["inverse"], columns).view_as(gradient.mT).mT
         F = computed["fisher"]
         return gradient / (F + damping) if F.shape == gradient.shape else linalg.solve_pairs(gradient, F, damping)
-
-    @override
-    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        F = averages["F"]
-        if self.form != "full":
-            return F[..., :d_in]
-        diagonal: Tensor = F.diagonal(dim1=-2, dim2=-1).unflatten(-1, (d_in, d_out))
-        return diagonal.mT
 
     trace_reads = ("F",)
 

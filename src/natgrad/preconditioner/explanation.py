@@ -30,7 +30,8 @@ class Row:
         reason: Why it is left to the optimizer. Empty if it is preconditioned.
         kept: Whether the refresh rule kept its layer's results at the last decision.
         preconditioned: Whether its layer's curvature has preconditioned it in any step so far.
-        fallback: What preconditioned its layer in the last step in place of fresh curvature. Empty: nothing did.
+        fallback: "last good" if an earlier result preconditioned its layer in the last step, because a decomposition
+            failed. Otherwise empty.
         reduction: The reduction of its layer, if layers have different ones; else empty.
     """
 

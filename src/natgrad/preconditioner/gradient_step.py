@@ -14,7 +14,7 @@ from natgrad.layers import Slot
 from natgrad.preconditioner.epochs import add_gradients
 from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.gradients.stacked import GroupGradients
-from natgrad.preconditioner.guard.fallback import FallbackPolicy
+from natgrad.preconditioner.guard.guard import check_preconditioned
 from natgrad.preconditioner.parts import Parts
 
 # Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.
@@ -51,7 +51,7 @@ class GradientStep:
         """
         parts, progress = self._parts, self._parts.progress
         with progress.phase("solve", parts.runtime):
-            fallback, everything = self._fallback_policy(), self._collect()
+            everything = self._collect()
             for bucket in _buckets(everything):
                 received = self._receive_rows(bucket)
                 for entry in bucket:
@@ -61,20 +61,14 @@ class GradientStep:
                         add_gradients(entry.group, entry.W, entry.blocks)
                         entry.V = entry.group.solve(entry.members, entry.W, damping)
                         entry.group.charge(entry.members, perf_counter() - started)
-                        fallback.replace_unsound(entry, damping)
+                        check_preconditioned(entry)
                 del received  # before the next ones are collected
             if parts.shares_work:
                 share(everything, parts.structure.plan, parts.runtime, parts.failure_counters)
-            self._clear_nonfinite(everything)
+            self._clear_unusable(everything)
             parts.clip.apply(everything, scale, parts.scaling.of_layer)
             for entry in everything:
                 entry.write()
-
-    def _fallback_policy(self) -> FallbackPolicy:
-        parts, progress = self._parts, self._parts.progress
-        measures = progress.step == (progress.last_factors if parts.summed else progress.last_inverses)
-        skips = parts.capture.sums.skip_step
-        return FallbackPolicy(parts.failure_counters.guard, measures=measures, skip_step=skips, step=progress.step)
 
     def _collect(self) -> list[GroupGradients]:
         """Return the layers with a ``.grad``; all layers if results are exchanged, so that ranks agree."""
@@ -106,8 +100,8 @@ class GradientStep:
         ]
         return collect_rows(wanted, _gradient_rows, self._parts.runtime, "gradients")
 
-    def _clear_nonfinite(self, entries: Sequence[GroupGradients]) -> None:
-        """Make gradients that are not finite zero, and count them and the layers that fell back."""
+    def _clear_unusable(self, entries: Sequence[GroupGradients]) -> None:
+        """Make gradients that are not finite or unusable zero, and count them and the layers that fell back."""
         counters = self._parts.failure_counters
         for entry in entries:
             entry.failed = ~entry.inner.isfinite()

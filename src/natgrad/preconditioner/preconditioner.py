@@ -447,7 +447,7 @@ class Preconditioner:
         """Return a flat dict of numbers and device tensors. Reading a tensor may synchronize with the device.
 
         Counts since the start: "step", "factor_updates", "inverse_updates", "skipped_factors", "skipped_gradients",
-        "bounded_gradients", "failed_decompositions" and "fallbacks/..." (docs/trouble.md). Skipped factors, bounded
+        "bounded_gradients", "failed_decompositions" and "fallbacks/stale" (docs/trouble.md). Skipped factors, bounded
         gradients and failed decompositions are counted over the layers that this rank keeps, fallbacks over all layers.
         "plain_layers": layers whose gradients are not preconditioned because of the way they are used.
 

@@ -186,7 +186,7 @@ class BlockGroup:
         before, self._place = self._place, (self.device, self.dtype)
         if self._place == before:
             return False
-        self.failures.to(self.work_dtype, self.device)
+        self.failures.to(self.device)
         self.weight, self.input_weight = (
             None if weight is None else weight.to(self.device, self.dtype)
             for weight in (self.weight, self.input_weight)
@@ -355,15 +355,6 @@ class BlockGroup:
         for name, values in fresh.items():
             known[name] = values if known_all(fine) else torch.where(along(fine, values.ndim - 1), values, known[name])
             self.memory.write(name, blocks, known[name])
-
-    def diagonal(self, blocks: slice | Tensor, damping: float) -> Tensor | None:
-        """Return the damped diagonal of the Fisher ``[n, o, i]`` of some blocks; None: it is not available."""
-        names = self.curvature.diagonal_reads
-        if names is None or self.weight is None:
-            return None
-        diagonal = self.curvature.diagonal(self.corrected(blocks, names), self.outputs, self.inputs)
-        # Rounding to a narrow dtype may leave a mean of squares below 0.
-        return diagonal.clamp(min=0) + damping * self.factor
 
     # --- Bookkeeping --------------------------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ def check_tensors(loaded: Mapping[str, Mapping[str, Any]], groups: list[BlockGro
     So all ranks reject the same state, without communication. Every tensor must have a fitting dtype and shape. Running
     averages, their bias corrections and the curvature's state must be finite; not the results of tasks, as the guard
     replaces those that are unusable. Of running averages, symmetric matrices must be positive semi-definite
-    (`_are_semidefinite`), and the elements of `TensorSpec.nonnegative` ones at least 0, as the diagonal of the Fisher
-    if one average determines it. Bias corrections must be in [0, 1].
+    (`_are_semidefinite`), and the elements of `TensorSpec.nonnegative` ones at least 0. Bias corrections
+    must be in [0, 1].
 
     Cost: a Cholesky decomposition of each factor, on the model's device.
 
@@ -54,8 +54,6 @@ def check_tensors(loaded: Mapping[str, Mapping[str, Any]], groups: list[BlockGro
                         _check_elements(place, tensor, specs[name], group.device, factor=factor)
                     fits = name not in _WEIGHTS or bool((tensor <= 1 + _EXACT).all())
                     require(fits, place, tensor, "at most 1")
-                    if group.curvature.diagonal_reads == (name,):
-                        _check_diagonal(place, name, tensor, group)
                 elif name in WHOLE:
                     _check_kind(place, tensor, None, whole=True)
 
@@ -91,16 +89,6 @@ def _check_elements(place: str, tensor: Tensor, spec: TensorSpec, device: torch.
                 values = torch.linalg.eigvalsh(matrices[unsound[0]].double())
                 found = f"a matrix with eigenvalues from {float(values[0]):.3g} to {float(values[-1]):.3g}"
                 require(False, place, found, "positive semi-definite")
-
-
-def _check_diagonal(place: str, name: str, average: Tensor, group: BlockGroup) -> None:
-    """Check that the diagonal of the Fisher that a running average determines is nonnegative."""
-    average = average.detach().to(group.device)
-    averages = {name: average.to(at_least_float32(average.dtype))}
-    diagonal = group.curvature.diagonal(averages, group.outputs, group.inputs)
-    least, most = float(diagonal.min()), float(diagonal.max())
-    found = f"a tensor that gives the Fisher the diagonal element {least:.3g}"
-    require(least >= -_EXACT * abs(most), place, found, "one that gives it a nonnegative diagonal")
 
 
 def _are_semidefinite(matrices: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ FORMAT = 1
 
 Blocks = dict[str, dict[str, Tensor]]
 
-# Counters that the first states of this format do not have.
+# Counters that the first states of this format do not have, and those that only earlier versions counted.
 _LATER = {"bounded_gradients"}
+_REMOVED_COUNTERS = {"fallbacks/diagonal", "fallbacks/grafted"}
 
 # The rules of earlier versions that adapted the damping; their states hold further numbers.
 _ADAPTED_DAMPING = ("Autopilot", "LevenbergMarquardt")
@@ -111,7 +112,8 @@ def checked(
     for name, least in (("step", 0), ("last_factors", -1), ("last_inverses", -1)):
         check_whole(f"state[{name!r}]", state[name], least)
     for name, counted in counters.items():
-        fits = isinstance(state[name], Mapping) and counted.keys() - _LATER <= state[name].keys() <= counted.keys()
+        fits = isinstance(state[name], Mapping) and counted.keys() - _LATER <= state[name].keys()
+        fits = fits and state[name].keys() <= counted.keys() | _REMOVED_COUNTERS
         fits = fits and all(map(is_whole, state[name].values()))
         require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")
     loaded = state["blocks"]
@@ -210,7 +212,7 @@ def restore(blocks: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup]
                 for task, success in zip(group.tasks, tensors["renewed"].bool().T.tolist(), strict=True):
                     index = list(range(member.start, member.stop))
                     group.record_results(task.name, index, success, forget=True)
-                group.failures.load(member.start, tensors, group.work_dtype, group.device)
+                group.failures.load(member.start, tensors, group.device)
             if group.decisions is not None:
                 group.decisions.restore(member, tensors)
 

@@ -26,8 +26,8 @@ def share(
 ) -> None:
     """Send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2).
 
-    Each worker sends V and ⟨V, W⟩ of every block to the other ranks of its row, and for every layer its fallback level
-    and its number of failures, so that all ranks decide alike.
+    Each worker sends V and ⟨V, W⟩ of every block to the other ranks of its row, and for every layer its level and its
+    number of failures, so that all ranks decide alike.
     """
     buckets: dict[tuple[torch.device, torch.dtype], list[GroupGradients]] = {}
     for entry in entries:

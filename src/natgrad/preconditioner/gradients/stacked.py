@@ -45,9 +45,9 @@ class GroupGradients:
         W: The raw gradients ``[n, o, i]``, while they are preconditioned.
         V: The preconditioned gradients ``[n, o, i]``; W where there is no curvature yet.
         held: Instead of V, if the parameters are sharded and this rank is not a worker: the rows that it holds.
-        inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not.
+        inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not, or where V is unusable.
         levels: The `Level` of each block's layer ``[n]``.
-        failed: Whether the gradient of each block is not finite ``[n]`` (bool).
+        failed: Whether each block gets no update, by `inner` ``[n]`` (bool).
         device: The device of all of these.
         dtype: The dtype of the gradients.
         counts: The number of blocks of each layer.

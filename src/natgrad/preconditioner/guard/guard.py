@@ -1,62 +1,92 @@
-"""The user's settings for numerical failures, and their counters."""
+"""The reactions to numerical failures, and their counters."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from natgrad.errors import CurvatureError, require
+from natgrad.errors import CurvatureError
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
 from natgrad.schedule import check_whole
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.failures import Level
 
+if TYPE_CHECKING:
+    from natgrad.preconditioner.gradients.stacked import GroupGradients
+
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
     """How natgrad reacts to numerical failures.
 
-    If statistics of a layer are not finite, its factors stay unchanged. If its gradient is not finite, it gets no
-    update. If a decomposition fails, in float64 too, the last good result is kept. ``Preconditioner.metrics()`` counts
-    each of these; `limit` failures in a row of one layer raise a `natgrad.CurvatureError`.
-
-    A layer falls back to the diagonal of its Fisher block if its curvature is more than `patience` refreshes old, if it
-    is unusable (V is not finite although the gradient W is, or ⟨V, W⟩ ≤ 0), or if it has never succeeded. Without a
-    diagonal it uses its gradient, scaled to the recent norm of V. The next successful refresh ends the fallback.
+    If statistics of a layer are not finite, its factors stay unchanged. If its gradient W is not finite, or if its
+    preconditioned gradient V is unusable (not finite, or ⟨V, W⟩ ≤ 0), it gets no update. If a decomposition fails, in
+    float64 too, the last good result is used; a layer without one keeps its gradient. ``Preconditioner.metrics()``
+    counts each of these; `limit` failures in a row of one layer raise a `natgrad.CurvatureError`.
 
     Attributes:
         limit: Failures in a row of one layer that raise an error. None: no limit.
-        patience: Failed refreshes in a row for which the last good result is used. None: any number.
-        ladder: Whether to use these fallbacks. If False, the last good result is used without limit, an unusable one
-            gives no update, and a layer that never succeeded keeps its gradient.
 
     Raises:
-        ValueError: if `limit` is below 1, `patience` is below 0, or `ladder` is not a bool.
+        ValueError: if `limit` is below 1.
     """
 
     limit: int | None = 20
-    patience: int | None = 3
-    ladder: bool = True
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name, value, least in (("limit", self.limit, 1), ("patience", self.patience, 0)):
-            check_whole(name, value, least, optional=True)
-        require(isinstance(self.ladder, bool), "ladder", self.ladder, "True or False")
+        """Check the limit."""
+        check_whole("limit", self.limit, 1, optional=True)
 
 
-_FALLBACKS = {
-    "fallbacks/stale": Level.STALE,
-    "fallbacks/diagonal": Level.DIAGONAL,
-    "fallbacks/grafted": Level.GRAFTED,
-}
-_KINDS = ("skipped_factors", "skipped_gradients", "bounded_gradients", "failed_decompositions", *_FALLBACKS)
+_KINDS = ("skipped_factors", "skipped_gradients", "bounded_gradients", "failed_decompositions", "fallbacks/stale")
+# From this number of elements on, inner products on a CPU are computed one by one.
+_LONG = 8192
+
 # Kinds of failures that are counted in a row. `_CURVATURE`: the number that the worker of a layer sent.
 _FACTORS, _REPLAY, _DECOMPOSITION, _CURVATURE = "factors", "replay", "decomposition of ", "curvature"
+
+
+def check_preconditioned(entry: GroupGradients) -> None:
+    """Set the levels of a group's layers, and ⟨V, W⟩ of each block; nan where V is unusable. W is dropped."""
+    inner = dots(entry.V, entry.W)
+    unusable = ~((inner > (0 if entry.group.curvature.positive_definite else -math.inf)) & (inner < math.inf))
+    if not known_all(~unusable):
+        square = dots(entry.W, entry.W)
+        # ⟨V, W⟩ is zero, and no failure, if the gradient is zero or tiny.
+        is_small = square < torch.finfo(square.dtype).tiny ** 0.5
+        unusable &= (square < math.inf) & ~((inner == 0) & is_small)
+        inner = inner.masked_fill(unusable, math.nan)
+    entry.group.failures.record_unusable(entry.blocks, unusable)
+    del entry.W
+    entry.inner, entry.levels = inner, _levels(entry)
+
+
+def _levels(entry: GroupGradients) -> Tensor:
+    """Return the `Level` of each block's layer ``[n]``."""
+    group, levels = entry.group, list[int]()
+    for member, is_ready in zip(entry.members, group.are_ready(entry.members), strict=True):
+        level = Level.PLAIN if not is_ready else Level.STALE if group.failures.is_stale(member.blocks) else Level.FRESH
+        levels += [level] * (member.stop - member.start)
+    if len(set(levels)) == 1:
+        return entry.V.new_full((len(levels),), levels[0])
+    return tensor_on(entry.V.device, levels, entry.V.dtype)
+
+
+def dots(X: Tensor, Y: Tensor) -> Tensor:
+    """Return the inner product of each block ``[N]`` of two tensors ``[N, o, i]``."""
+    X, Y = X.flatten(1), Y.flatten(1)
+    if not on_host(X):
+        return torch.bmm(X[:, None, :], Y[:, :, None])[:, 0, 0]
+    if X.shape[1] < _LONG or not X.shape[0]:
+        products: Tensor = torch.linalg.vecdot(X, Y)
+        return products
+    return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
 
 
 class FailureCounters:
@@ -83,7 +113,7 @@ class FailureCounters:
         self._checks = 0
 
     def count_skipped_factors(self, group: BlockGroup, blocks: slice | Tensor, failed: Tensor) -> None:
-        """Count the blocks whose statistics were not finite, or left out as outliers."""
+        """Count the blocks whose statistics were not finite."""
         self._count("skipped_factors", _FACTORS, group, blocks, failed)
 
     def count_skipped_replays(self, group: BlockGroup, blocks: slice, failed: Tensor) -> None:
@@ -91,7 +121,7 @@ class FailureCounters:
         self._count("skipped_factors", _REPLAY, group, blocks, failed)
 
     def count_skipped_gradients(self, group: BlockGroup, blocks: slice | Tensor, failed: Tensor) -> None:
-        """Count the blocks whose gradients were not finite."""
+        """Count the blocks whose gradients were not finite or could not be preconditioned."""
         self._count("skipped_gradients", "gradients", group, blocks, failed)
 
     def count_bounded_gradients(self, group: BlockGroup, blocks: slice | Tensor) -> None:
@@ -106,16 +136,16 @@ class FailureCounters:
         self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", group, index, failed)
 
     def record_levels(self, group: BlockGroup, members: list[LayerBlocks], levels: Tensor) -> None:
-        """Count and record the fallback levels ``[m]`` of some layers of a group in this step."""
+        """Count and record the levels ``[m]`` of some layers of a group in this step."""
         is_fresh = known_all(levels <= Level.FRESH)
         group.failures.last = None if is_fresh else ([member.layer.key for member in members], levels)
         if id(group) not in self._complete:
             flags, index = self._flags_of(group, members, levels.device)
-            flags[index] |= (levels >= Level.FRESH) & (levels <= Level.STALE)
+            flags[index] |= levels >= Level.FRESH
             if known_all(flags):
                 self._complete.add(id(group))
-        for kind, level in () if is_fresh else _FALLBACKS.items():
-            self._add(kind, (levels == level).sum())
+        if not is_fresh:
+            self._add("fallbacks/stale", (levels == Level.STALE).sum())
 
     def _flags_of(
         self, group: BlockGroup, members: list[LayerBlocks], device: torch.device
@@ -171,7 +201,7 @@ class FailureCounters:
         if found:
             # Sorted, because ranks learn of failures in different orders.
             which = "; ".join(
-                f"{kind} not finite {self.guard.limit} times in a row in {', '.join(sorted(names))}"
+                f"{kind} unusable {self.guard.limit} times in a row in {', '.join(sorted(names))}"
                 for kind, names in sorted(found.items())
             )
             raise CurvatureError(f"{which}: lower the learning rate, raise the damping, or look for the first NaN")

@@ -13,12 +13,11 @@ from natgrad.state.tensors import along, diagonals
 def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -> list[Tensor]:
     """Update the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
-    Blocks without samples, with non-finite sums and with outliers (`Curvature.largest_growth`) stay unchanged. So do
-    all blocks if the GradScaler skips the step.
+    Blocks without samples and with non-finite sums stay unchanged. So do all blocks if the GradScaler skips the step.
 
     Args:
         sums: The sums over all ranks.
-        failure_counters: Counts blocks with non-finite sums and with outliers.
+        failure_counters: Counts blocks with non-finite sums.
 
     Returns:
         Which blocks were updated, for each group of blocks that arrived (device bools).
@@ -30,13 +29,10 @@ def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -
         counts = seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)
         fine = counts & finite
         group.allocate_averages()
-        outlier = _outlier(piece, fine)
-        fine = fine & ~outlier
         group.record_update(blocks, fine)
         _average(piece, fine, sums.basis_version[id(group)])
         _correct(piece, fine)
-        group.failures.record_statistics(blocks, fine, counts & ~finite)
-        failure_counters.count_skipped_factors(group, blocks, (seen & ~finite) | outlier)
+        failure_counters.count_skipped_factors(group, blocks, seen & ~finite)
         updated.append(fine)
     return updated
 
@@ -47,23 +43,6 @@ def _finite(piece: BlockSums) -> Tensor:
     specs = [spec for spec in piece.group.statistics if spec.name in piece.sums]
     traces = torch.stack([diagonals(piece.sums[spec.name], spec).sum(1) for spec in specs])
     return (traces.abs() < torch.inf).all(0)
-
-
-def _outlier(piece: BlockSums, fine: Tensor) -> Tensor:
-    """Return which of the blocks that are `fine` to leave out as outliers ``[n]`` (bool)."""
-    group, blocks, growth = piece.group, piece.blocks, piece.group.curvature.largest_growth
-    large = torch.zeros_like(fine)
-    if growth is None:
-        return large
-    for spec in group.statistics:
-        if spec.symmetric and spec.name in piece.sums:
-            rows = (piece.samples if spec.per == "sample" else piece.rows).clamp(min=1)
-            trace = diagonals(piece.sums[spec.name], spec).sum(-1) / rows
-            average = diagonals(group.averages.read(spec.name, blocks), spec).sum(-1).to(trace)
-            weight = group.weight_of(spec.name)
-            assert weight is not None
-            large |= (average > 0) & (trace * weight[blocks] > growth * average)
-    return group.failures.leave_out(blocks, fine & large)
 
 
 def _average(piece: BlockSums, fine: Tensor, basis_version: list[int]) -> None:

@@ -98,11 +98,9 @@ class DecisionState:
     # --- Measuring -------------------------------------------------------------------------------------------------
 
     def needs_refresh(self, index: int) -> bool:
-        """Return whether a layer has no usable result: it was never refreshed, or its result is invalid."""
-        failures, blocks = self._group.failures, self._group.members[index].blocks
-        if failures.invalid is not None and failures.has_invalid and bool(failures.invalid[blocks].any()):
-            return True
-        return not self._group.ready[index]
+        """Return whether a layer has no usable result: it was never refreshed, or its result is unusable. Waits."""
+        unusable, blocks = self._group.failures.unusable, self._group.members[index].blocks
+        return not self._group.ready[index] or (unusable is not None and bool(unusable[blocks].any()))
 
     def measure(self, damping: float) -> list[float]:
         """Return the trace or the drift of each layer; nan if not available. Waits for the device."""

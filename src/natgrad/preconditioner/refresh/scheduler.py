@@ -102,7 +102,7 @@ class RefreshScheduler:
         for group in groups:
             for index, member in enumerate(group.members):
                 if group.decisions is not None and member.layer.key in keys:
-                    failed = any(group.failures.failed_refreshes[member.blocks])
+                    failed = group.failures.is_stale(member.blocks)
                     group.decisions.end_refresh(index, failed=failed)
 
     def metrics(self, groups: Sequence[BlockGroup]) -> dict[str, float | Tensor]:

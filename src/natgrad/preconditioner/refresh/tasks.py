@@ -216,8 +216,6 @@ def conclude(
         _exchange(runs, workers, runtime, wire)
     for run in runs:
         run.record(failure_counters)
-    for group in {id(run.group): run.group for run in runs}.values():
-        group.failures.conclude(block for run in runs if run.group is group for block in run.blocks)
 
 
 def task_runs(
