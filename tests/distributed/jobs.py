@@ -16,7 +16,7 @@ import natgrad
 from natgrad.refresh import Clock
 
 SAMPLES = 12
-RAGGED = {1: [12], 2: [9, 3], 4: [5, 1, 4, 2]}
+RAGGED = {1: [12], 2: [9, 3], 3: [5, 1, 6], 4: [5, 1, 4, 2]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,7 +212,7 @@ class Training:
         case = self.case
         if case.wrapper == "narrow":
             return Narrow(self.model)
-        if not dist.is_initialized():
+        if not dist.is_initialized() or case.wrapper == "plain":
             return self.model
         if case.wrapper == "ddp":
             return DistributedDataParallel(self.model)

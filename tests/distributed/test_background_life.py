@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import natgrad
 from tests.distributed import sharded_jobs
+from tests.distributed.deep_models import MODELS, train_model
 from tests.distributed.jobs import batch
 from tests.distributed.test_background import Case, Training, assert_close, assert_equal, damping, defined, train
 from tests.distributed.test_death import check
-from tests.distributed.test_placements import MODELS, train_model
 
 CASE = Case(factors=1, inverses=3, staleness=2)
 UNDER_WAY = 4  # completed steps: a renewal was begun by step 3, and the sums of step 3 travel

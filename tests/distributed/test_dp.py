@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from natgrad.capture import capture
 from natgrad.capture.labels import LabelSampler
+from tests.distributed.deep_models import MODELS
 from tests.distributed.jobs import place
-from tests.distributed.test_placements import MODELS
 
 # The reference preconditions gradients of samples that it has not seen.
 pytestmark = pytest.mark.filterwarnings("ignore:natgrad. .grad is")

@@ -19,29 +19,9 @@ STEPS = range(7)
 REDUCING = ["auto", "mem-opt", "reduce-scatter"]  # gradients go to all ranks, or each to the one that works for it
 
 
-@pytest.mark.values
-@pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_ranks_equal_one_process(ranks, count, curvature):
-    job = Job(curvature=curvature)
-    results = ranks.run(count, train, job, STEPS)
-    assert_bit_identical(results)
-    assert_close(results[0], train(job, STEPS))
-
-
 @pytest.mark.parametrize("wrapper", [{"gradient_as_bucket_view": True}, {"static_graph": True}])
 def test_kinds_of_data_parallelism(ranks, wrapper):
     results = ranks.run(2, train, Job(wrapper=wrapper), STEPS)
-    assert_bit_identical(results)
-    assert_close(results[0], train(Job(), STEPS))
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_ragged_batches_equal_one_process_when_natgrad_reduces(ranks, count, wrapped):
-    job = Job(ragged=True, wrapped=wrapped, options={"gradients": "reduce"})
-    results = ranks.run(count, train, job, STEPS)
     assert_bit_identical(results)
     assert_close(results[0], train(Job(), STEPS))
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -13,8 +12,6 @@ from tests.dense import reference as dense
 from tests.dense.norm import Norm
 from tests.distributed.jobs import batch, place, share
 
-STEPS = 6
-
 
 def network():
     """The batch norm is in evaluation mode: in training, every rank has statistics of its own."""
@@ -24,43 +21,6 @@ def network():
         nn.LayerNorm(12), nn.Linear(12, 5), nn.Tanh(), nn.RMSNorm(5), nn.Linear(5, 3),
     )  # fmt: skip
     return model.double()
-
-
-def train(form, wrapped, ragged, micro_batches):
-    model = network()
-    distributed = dist.is_initialized() and wrapped
-    wrapped = DistributedDataParallel(model) if distributed else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preconditioner = natgrad.Preconditioner(
-        wrapped,
-        {"[1358]": natgrad.UnitWise(form=form), "*": natgrad.KFAC()},
-        optimizer=optimizer,
-        damping=0.05,
-        refresh=natgrad.Refresh(factors=2, inverses=3),
-        gradients="averaged" if distributed else "reduce",
-    )
-    for step in range(STEPS):
-        x, y = (share(tensor, ragged=ragged) for tensor in batch(step))
-        optimizer.zero_grad()
-        for part in torch.arange(len(x)).chunk(micro_batches):
-            (cross_entropy(wrapped(x[part]), y[part]) / micro_batches).backward()
-        preconditioner.step()
-        optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize(
-    ("form", "wrapped", "ragged", "micro_batches"),
-    [("unit", True, False, 1), ("full", True, False, 1), ("diag", False, True, 1), ("unit", False, False, 3)],
-)
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_ranks_equal_one_process(ranks, count, form, wrapped, ragged, micro_batches):
-    expected = train(form, wrapped, False, 1)
-    first, *others = ranks.run(count, train, form, wrapped, ragged, micro_batches)
-    assert all(torch.equal(first[name], p) for other in others for name, p in other.items())
-    dense.assert_equal(first, expected, 1e-10)
 
 
 def solve_one_gradient():

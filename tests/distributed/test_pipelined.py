@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests.dense import reference as dense
-from tests.distributed import jobs, sharded_jobs, test_hidden_layers, test_placements, test_tied
+from tests.distributed import jobs, sharded_jobs
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close
 
 STEPS = range(7)
@@ -80,17 +79,6 @@ def test_ranks_equal_one_process(ranks, count, placement):
     assert_early(left)
 
 
-@pytest.mark.parametrize("name", test_placements.MODELS)
-def test_models_of_many_layers(ranks, name):
-    results, left = run(ranks, 4, test_placements.train_model, name, STEPS, {}, placement=SINGLY)
-    assert_early(left)
-    expected = test_placements.train_model(name, STEPS, {})
-    for result in results:
-        for key, value in result.items():
-            assert torch.equal(value, results[0][key])
-            assert float((value - expected[key]).norm()) <= 1e-10 * max(1e-3, float(expected[key].norm())), key
-
-
 JOBS = {
     "accumulation": Job(micro_batches=3),
     "pooled": Job(curvature={"sharing": "reduce"}),
@@ -127,22 +115,6 @@ def test_sampled_labels(ranks, parts):
     assert_bit_identical(results)
     assert_close(results[0], ranks.run(2, jobs.train, job, STEPS)[0])
     assert_early(left)
-
-
-@pytest.mark.parametrize("kind", [test_hidden_layers.Attending, test_hidden_layers.Recurrent])
-def test_weights_shared_over_time_and_hidden_projections(ranks, kind):
-    results, _ = run(ranks, 2, test_hidden_layers.train, kind, 5, placement=SINGLY)
-    expected = test_hidden_layers.train(kind, 5)
-    for result in results:
-        dense.assert_equal(result, expected, 1e-10)
-
-
-@pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}])
-def test_tied_weights(ranks, options):
-    results, _ = run(ranks, 2, test_tied.train, options, "mean", False, range(5), placement=SINGLY)
-    expected = test_tied.train(options, "mean", False, range(5))
-    for result in results:
-        dense.assert_equal(result["model"], expected["model"], 1e-10)
 
 
 CASES = {

@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import natgrad
 from natgrad.distributed import Slices
+from tests.distributed.deep_models import train_model
 from tests.distributed.jobs import (
     Job,
     Training,
@@ -19,7 +20,6 @@ from tests.distributed.jobs import (
     share,
     train,
 )
-from tests.distributed.test_placements import train_model
 from tests.distributed.test_traffic import BYTES, total
 from tests.distributed.test_verify import verify_in_training
 

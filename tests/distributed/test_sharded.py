@@ -17,15 +17,6 @@ def assert_equal_to_one_process(ranks, count: int, case: Case, tolerance: float 
         assert error(parameters, expected) <= tolerance
 
 
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("wrapper", ["root", "layers"])
-@pytest.mark.parametrize("curvature", [{}, {"form": "inverse", "sharing": "reduce"}])
-def test_ranks_equal_one_process(ranks, count, wrapper, curvature):
-    assert_equal_to_one_process(ranks, count, Case(wrapper=wrapper, curvature=curvature))
-
-
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("wrapper", "curvature"), [("root", {}), ("layers", {"form": "inverse"})])
 def test_every_kind_of_layer(ranks, wrapper, curvature):
@@ -61,12 +52,6 @@ def test_a_table_that_is_a_head_without_a_module_stays_plain(ranks, wrapper):
 
 def test_resharding_to_a_part_of_the_ranks(ranks):
     assert_equal_to_one_process(ranks, 4, Case(sharding={"reshard_after_forward": 2}, evaluate=True))
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("count", "mesh"), [(4, (2, 2)), (2, (1, 2)), (2, (2, 1)), (4, (4,))])
-def test_meshes(ranks, count, mesh):
-    assert_equal_to_one_process(ranks, count, Case(mesh=mesh))
 
 
 @pytest.mark.some(2)

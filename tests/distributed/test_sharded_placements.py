@@ -17,31 +17,12 @@ from tests.distributed.jobs import batch, share
 from tests.distributed.sharded_jobs import Case, FunctionalHead, Network, Training, Zoo, error, train
 
 PLACEMENTS = ["mem-opt", "reduce-scatter", "hybrid:0.5"]
-WAYS = [(1, None), (2, None), (4, None), (4, (2, 2)), (4, (1, 4)), (2, (2, 1))]
 BYTES = 8  # float64
 
 
 def assert_equal_to(ranks, expected, count, case):
     for parameters in ranks.run(count, train, case):
         assert error(parameters, expected) <= 1e-10
-
-
-@pytest.mark.some(6)
-@pytest.mark.pairs
-@pytest.mark.parametrize(("count", "mesh"), WAYS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_ranks_equal_one_process(ranks, placement, count, mesh):
-    assert_equal_to(ranks, train(Case()), count, Case(options={"placement": placement}, mesh=mesh))
-
-
-@pytest.mark.some(2)
-@pytest.mark.pairs
-@pytest.mark.parametrize(("count", "mesh"), [(3, None), (4, None), (4, (2, 2))])
-@pytest.mark.parametrize("wrapper", ["root", "layers"])
-@pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5"])
-def test_every_kind_of_layer(ranks, placement, wrapper, count, mesh):
-    case = Case(network=Zoo, wrapper=wrapper, mesh=mesh, options={"placement": placement})
-    assert_equal_to(ranks, train(Case(network=Zoo)), count, case)
 
 
 @pytest.mark.some(1)

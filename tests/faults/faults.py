@@ -458,13 +458,13 @@ _add(
 _add(
     "broadcast_skipped",
     "Workers do not keep the decompositions that others broadcast to them.",
-    "distributed/test_equality.py::test_ranks_equal_one_process",
+    "distributed/test_one_process.py",
     ("preconditioner.refresh.tasks:_write", "run.write(spec, values)", "pass"),
 )
 _add(
     "ragged_gradients",
     "Gradients of ranks with different numbers of samples are averaged with equal weights.",
-    "distributed/test_equality.py::test_ragged_batches_equal_one_process_when_natgrad_reduces",
+    "distributed/test_one_process.py",
     (
         "preconditioner.gradients.reduction:reduce_gradients",
         "samples / total.clamp(min=1)",
@@ -480,7 +480,7 @@ _add(
 _add(
     "surplus_shared",
     "What an owner has beside its even share of a bucket does not reach the others.",
-    "distributed/test_placements.py::test_placements_equal_one_process",
+    "distributed/test_one_process.py",
     ("distributed.slices:Slices.join", "slices[rank][place])", "slices[rank][place] * 0)"),
 )
 _add(
@@ -543,7 +543,7 @@ _add(
 _add(
     "shards_order",
     "The shards of a gathered FSDP2 gradient are put together in reverse order of the ranks.",
-    "distributed/test_sharded.py::test_ranks_equal_one_process",
+    "distributed/test_one_process.py",
     (
         "distributed.fsdp:collect_rows",
         "zip(incoming, sizes, arrived, strict=True)",
