@@ -104,6 +104,24 @@ def test_a_rank_that_stops_before_its_step_under_ddp(ranks, placement):
     check(ranks.outlive(2, 0, fail, Job(options={"placement": placement}), "step", "raise", 0, limit=SECONDS + 40))
 
 
+def skip_a_step(placement):
+    """Rank 1 leaves out one step that the others make."""
+    job = Job(wrapped=False, options={"placement": placement, "gradients": "reduce"})
+    training = Training(job)
+    for step in range(2):
+        training.step(step)
+    if dist.get_rank() == 1:
+        training.preconditioner.parts.progress.step -= 1
+    with pytest.raises(natgrad.NatgradError, match=r"the ranks are at different steps: rank . is at step"):
+        training.step(2)
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+def test_ranks_at_different_steps(ranks, placement):
+    """The next message of the two ranks would be that of different steps."""
+    ranks.run(2, skip_a_step, placement)
+
+
 def wait_for_one_that_hangs(placement):
     """One rank is busy with something else: the others wait as long as their group does, also in groups of some."""
     group = dist.new_group(timeout=timedelta(seconds=2))

@@ -601,10 +601,10 @@ _add(
     ("training.launch:_Rendezvous.__init__", "socket.create_server((_LOOPBACK, 0))", 'socket.create_server(("", 0))'),
 )
 _add(
-    "skip_unseen",
-    "A rank that skips a step does not compare with the others.",
-    "distributed/test_skipped_steps.py::test_a_skipped_step_without_messages",
-    ("preconditioner.skipped_steps:SkippedSteps.begin_forward", "if _is_compared(self._skipped):", "if False:"),
+    "steps_unseen",
+    "Ranks that are at different steps average their gradients.",
+    "distributed/test_death.py::test_ranks_at_different_steps",
+    ("preconditioner.gradients.reduction:_check_steps", "if total != step * runtime.ranks:", "if False:"),
 )
 _add(
     "roots_required",

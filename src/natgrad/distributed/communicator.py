@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
@@ -18,24 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from natgrad.distributed import groups
-from natgrad.distributed.positions import positions
 from natgrad.distributed.slices import Slices
 from natgrad.distributed.wire import WireFormat, cut, narrower
 from natgrad.errors import LostRankError
 from natgrad.linalg.device import on_host
 
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether an exception says that a collective has failed."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
+
+
 # The numbers of one owner: values, which may be sent in a narrow dtype, and counters, which may not.
 Owned = tuple[Tensor, Tensor]
 
-# How often a rank that waits for a message looks whether another rank has failed.
-_LOOK = timedelta(seconds=1)
-
-# For how many looks an exception of another rank must last: the rank may catch it and go on.
-_LOOKS = 3
-
 
 class Work:
-    """A message that is being sent.
+    """A message that is being sent, which is kept until it has arrived.
 
     Attributes:
         whole: Whether `wait` sends no further messages, so that it is not collective.
@@ -49,13 +47,13 @@ class Work:
         finish: Callable[[], object] | None = None,
     ) -> None:
         """Wrap the `work` that sends a `message`, and a function to `finish` it, which is collective."""
-        self._runtime, self._device, self._work, self._finish = runtime, message.device, work, finish
+        self._runtime, self._message, self._work, self._finish = runtime, message, work, finish
         self.whole = finish is None
 
     def wait(self) -> None:
         """Wait for the result; further calls do nothing."""
         if self._work is not None:
-            self._runtime.wait(self._work, self._device)
+            self._runtime.wait(self._work)
         if self._finish is not None:
             self._finish()
         self._work = self._finish = None
@@ -75,7 +73,7 @@ class Communicator:
         rank: The rank of this process in the group.
         ranks: The number of ranks, P.
         seconds: Host seconds spent in collectives.
-        positions: Where the ranks are, for error messages. None: a single process, or its group has no store.
+        call: The call of the user that sends messages, for errors.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -84,7 +82,7 @@ class Communicator:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
         self.seconds = 0.0
-        self.positions = positions() if self.ranks > 1 else None
+        self.call = ""
         self._sent: dict[str, float] = {}
         self._known: dict[groups.Key, dist.ProcessGroup | None] = {}
 
@@ -115,52 +113,28 @@ class Communicator:
         finally:
             self.seconds += perf_counter() - started
 
-    def wait(self, work: dist.Work, device: torch.device) -> None:
-        """Wait for a collective of a message on `device`.
+    def _run(self, post: Callable[[], dist.Work]) -> None:
+        """Start a collective and wait for its result."""
+        with self.collective():
+            post().wait()
 
-        While the host waits, it looks whether another rank has failed.
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective.
 
         Raises:
-            NatgradError: if the backend raises, or if another rank has announced that it cannot go on.
+            NatgradError: if the backend raises.
         """
-        looks = 0
         with self.collective():
-            while not self._completes(work, device):
-                notice = None if self.positions is None else self.positions.notice
-                looks = 0 if notice is None else looks + 1
-                if notice is not None and (notice.final or looks > _LOOKS):
-                    raise LostRankError(self._message(notice.text))
-
-    def _run(self, post: Callable[[], dist.Work], arrived: Tensor) -> None:
-        """Start a collective and wait until its result has `arrived`."""
-        with self.collective():
-            work = post()
-        self.wait(work, arrived.device)
-
-    def _completes(self, work: dist.Work, device: torch.device) -> bool:
-        """Wait for a collective until the next look. On an accelerator the host does not wait."""
-        if self.positions is None or not on_host(device):
             work.wait()
-            return True
-        try:
-            work.wait(_LOOK)
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait()  # it has completed since, or raises its error
-        return True
 
     def explained(self, error: RuntimeError) -> LostRankError:
-        """Return an error that says why a message has failed, after `error` of the backend."""
+        """Return an error that names this rank and its call, after `error` of the backend."""
         groups.forget(self.group)
-        reason = "another rank has probably stopped, see the error there"
-        if self.positions is not None and self.group is not None:
-            reason = self.positions.reason(dist.get_process_group_ranks(self.group))
-        return LostRankError(f"{self._message(reason)}; {error}")
-
-    def _message(self, reason: str) -> str:
-        call = "" if self.positions is None else f" {self.positions.here.call}"
-        return f"rank {self.rank} of {self.ranks} could not exchange its message{call}: {reason}"
+        call = f" in {self.call}" if self.call else ""
+        return LostRankError(
+            f"rank {self.rank} of {self.ranks} could not exchange its message{call}: another rank has probably "
+            f"stopped, or skipped a step(), see the error there; {error}"
+        )
 
     # --- Process groups -----------------------------------------------------------------------------------------
 
@@ -276,7 +250,7 @@ class Communicator:
             values[self.rank] = narrow[self.rank]  # unrounded
             piece = layout.empty(1, message.device)
             layout.write(piece, counts.sum(0, keepdim=True), [values.sum(0, keepdim=True)])
-            self._run(lambda: _all_gather(arrived, piece, group), arrived)
+            self._run(lambda: _all_gather(arrived, piece, group))
             for section, summed in zip(sections, reversed(layout.read(arrived)), strict=True):
                 section.copy_(summed.flatten()[: len(section)])
 
@@ -369,7 +343,7 @@ class Communicator:
         arrived = layout.empty(len(ranks), device)
         self._count(layout, kind, len(ranks) - 1)
         members = self.subgroup(ranks)
-        self._run(lambda: _all_gather(arrived, row, members), arrived)
+        self._run(lambda: _all_gather(arrived, row, members))
         all_counters, all_values = layout.read(arrived)
         return list(zip(narrow.join(list(all_values)), wide.join(list(all_counters)), strict=True))
 
@@ -381,11 +355,11 @@ class Communicator:
         """
         if layout.lossless and not on_host(rows):
             summed = torch.empty_like(rows[:1])
-            self._run(lambda: _sum_rows(summed.view(layout.dtype), rows.view(layout.dtype), self.group), summed)
+            self._run(lambda: _sum_rows(summed.view(layout.dtype), rows.view(layout.dtype), self.group))
             counters, values = layout.read(summed)
             return values[0], counters[0]
         arrived = torch.empty_like(rows)
-        self._run(lambda: dist.all_to_all_single(arrived, rows, group=self.group, async_op=True), arrived)
+        self._run(lambda: dist.all_to_all_single(arrived, rows, group=self.group, async_op=True))
         counters, values = layout.read(arrived)
         values[self.rank], counters[self.rank] = local
         return values.sum(0), counters.sum(0)
@@ -431,7 +405,7 @@ class Communicator:
         ranks = dist.get_world_size(group)
         self.count(kinds, message.element_size() * (ranks - 1))
         arrived = message.new_empty(ranks * len(message))
-        self._run(lambda: _all_gather(arrived, message, group), arrived)
+        self._run(lambda: _all_gather(arrived, message, group))
         return arrived.view(ranks, -1)
 
     def redistribute(
@@ -445,9 +419,7 @@ class Communicator:
         sent = torch.cat(list(outgoing))
         arrived = sent.new_empty(sum(sizes))
         lengths = [len(vector) for vector in outgoing]
-        self._run(
-            lambda: dist.all_to_all_single(arrived, sent, list(sizes), lengths, group=group, async_op=True), arrived
-        )
+        self._run(lambda: dist.all_to_all_single(arrived, sent, list(sizes), lengths, group=group, async_op=True))
         return list(arrived.split(list(sizes)))
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor, dict[str, int]]]) -> None:

@@ -124,18 +124,13 @@ def check_damping(replayed: Iterable[tuple[Curvature, float]], damping: float) -
         require(damping * factor < 1, "damping", damping * factor, f"a number below 1 with {curvature!r}")
 
 
-def is_joined(model: nn.Module) -> bool:
-    """Return whether ``DistributedDataParallel.join()`` is active."""
-    return isinstance(model, DistributedDataParallel) and model._join_config.enable
-
-
 def check_joined(model: nn.Module) -> None:
     """Check that ``DistributedDataParallel.join()`` is not active.
 
     Raises:
         NatgradError: if it is: ranks without further batches would not take part in the messages of `step`.
     """
-    if is_joined(model):
+    if isinstance(model, DistributedDataParallel) and model._join_config.enable:
         raise NatgradError(
             "within DistributedDataParallel.join() ranks stop to call step() at different times: "
             "drop the last batches, or give those ranks empty ones"

@@ -40,7 +40,7 @@ class GradientStep:
             device = next((parameter.device for parameter in parts.structure.root.parameters()), None)
             if device is not None and (parts.scaling.reduces or capture.wanted or capture.rows.wanted):
                 capture.sums.skip_step = parts.scaling.skip_step(parts.runtime, device)
-            return parts.scaling.of_gradients(parts.structure, parts.runtime, samples, backwards)
+            return parts.scaling.of_gradients(parts.structure, parts.runtime, samples, backwards, parts.progress.step)
 
     def precondition(self, damping: float, scale: float | Tensor) -> None:
         """Precondition the gradients on their workers, share the results, clip them and write them back.

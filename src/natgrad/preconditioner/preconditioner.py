@@ -21,8 +21,8 @@ from natgrad.curvature import Curvature
 from natgrad.curvature.names import resolve_curvature
 from natgrad.damping import ByKind, Damping, default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
+from natgrad.distributed.communicator import is_lost
 from natgrad.distributed.fsdp import check_layers
-from natgrad.distributed.positions import is_lost
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction, raised_on_all
@@ -51,7 +51,6 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.refresh import BackgroundRefresh, RefreshScheduler
 from natgrad.preconditioner.second_pass import Closure, SecondPass
-from natgrad.preconditioner.skipped_steps import SkippedSteps
 from natgrad.preconditioner.statistics import Statistics
 from natgrad.preconditioner.structure import Structure, warn_of_slow_refresh
 from natgrad.preconditioner.verification import Verification, verify
@@ -70,7 +69,6 @@ class Preconditioner:
         curvature: The `Curvature` of the layers, or the mapping of patterns to curvatures.
         parts: The internal components. Not part of the public interface.
         call_order: Checks the order of calls. Not part of the public interface.
-        skipped_steps: Finds ranks that skip a step. Not part of the public interface.
 
     Example:
         >>> preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), optimizer=optimizer, damping=3e-3)
@@ -232,7 +230,7 @@ class Preconditioner:
             take_over_reduction(model)
         elif rule.rule.sends_during_backward and runtime.ranks > 1:
             listen(model, parts.hooks.on_bucket_reduced)
-        self.call_order, self.skipped_steps = CallOrder(parts), SkippedSteps(parts)
+        self.call_order = CallOrder(parts)
         self._attach()
 
     # --- Training -----------------------------------------------------------------------------------------------
@@ -256,8 +254,10 @@ class Preconditioner:
         try:
             loss.backward()
         except RuntimeError as error:
-            if self.parts.runtime.ranks > 1 and is_lost(error):  # in the messages of DDP or FSDP2
-                raise self.parts.runtime.explained(error) from error
+            runtime = self.parts.runtime
+            if runtime.ranks > 1 and is_lost(error):  # in the messages of DDP or FSDP2
+                runtime.call = f"the backward pass before step() {self.parts.progress.step}"
+                raise runtime.explained(error) from error
             raise
 
     @torch.no_grad()
@@ -287,35 +287,35 @@ class Preconditioner:
         """
         closure, count = (None, closure) if isinstance(closure, int) else (closure, count)
         parts, progress = self.parts, self.parts.progress
-        with self.skipped_steps.step(progress):
-            self._check_step(count, closure)
-            parts.capture.audit.report()
-            parts.scheduler.rule.check(progress.step)
-            damping = progress.damping = parts.damping_now()
-            self._follow_model()
-            if not (self.call_order.check() and self._has_work()) or self.skipped_steps.is_extra():
-                return
-            self._compare_settings(damping)
-            if parts.renews_in_background:
-                self._decompositions.collect(at_once=self._decompositions.are_due)
+        self._check_step(count, closure)
+        parts.capture.audit.report()
+        parts.scheduler.rule.check(progress.step)
+        damping = progress.damping = parts.damping_now()
+        self._follow_model()
+        if not (self.call_order.check() and self._has_work()):
+            return
+        parts.runtime.call = f"step() {progress.step}"
+        self._compare_settings(damping)
+        if parts.renews_in_background:
+            self._decompositions.collect(at_once=self._decompositions.are_due)
 
-            self._statistics.compare_gradients()
-            scale = self._gradients.reduce(count)
-            statistics_before = progress.last_factors
-            if parts.capture.wanted:
-                self._statistics.update(count)
-            if self._decompositions.are_due:
-                self._decompositions.update(count, damping)
-            self._gradients.precondition(damping, scale)
-            self.call_order.written.note(parts.structure.slots)
-            self._second_pass.schedule(closure, count, statistics_before)
+        self._statistics.compare_gradients()
+        scale = self._gradients.reduce(count)
+        statistics_before = progress.last_factors
+        if parts.capture.wanted:
+            self._statistics.update(count)
+        if self._decompositions.are_due:
+            self._decompositions.update(count, damping)
+        self._gradients.precondition(damping, scale)
+        self.call_order.written.note(parts.structure.slots)
+        self._second_pass.schedule(closure, count, statistics_before)
 
-            progress.step += 1
-            self._statistics.choose_next()
-            progress.ended = perf_counter()
-            parts.inspection.report()
-            parts.failure_counters.check()
-            self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.groups)
+        progress.step += 1
+        self._statistics.choose_next()
+        progress.ended = perf_counter()
+        parts.inspection.report()
+        parts.failure_counters.check()
+        self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.groups)
 
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
         """Check that a step may begin. Raises what `step` documents."""
@@ -360,11 +360,9 @@ class Preconditioner:
 
         Call it if the gradients of these passes are discarded: after a pass of another model's loss through this one
         (GANs), after the first pass of SAM, and after adversarial attacks that call ``backward``. It happens
-        automatically if ``zero_grad`` sets all ``.grad`` to None, except under FSDP2 and where only some of the ranks
-        begin another forward pass afterwards: those seem to skip a step.
+        automatically if ``zero_grad`` sets all ``.grad`` to None, except under FSDP2.
         """
         self.parts.capture.discard()
-        self.skipped_steps.forget()
 
     def detach(self) -> None:
         """Remove all hooks from the model permanently, for example before ``torch.jit.script``.
@@ -374,7 +372,6 @@ class Preconditioner:
         """
         self._second_pass.cancel()
         self.call_order.detach()
-        self.skipped_steps.detach()
         self.parts.hooks.detach(self.parts.structure.root)
         self.parts.capture.detach()
         self.parts.background.close(self.parts.progress)
@@ -390,7 +387,6 @@ class Preconditioner:
             parts.hooks.attach(
                 parts.structure.root, [member.layer for group in parts.groups for member in group.members]
             )
-            self.skipped_steps.attach()
         parts.failure_counters.forget()
         parts.progress.began = parts.progress.ended = 0.0
 

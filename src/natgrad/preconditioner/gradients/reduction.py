@@ -50,7 +50,7 @@ def reduce_gradients(
     *,
     summed: bool,
     groups: Sequence[BlockGroup] | None,
-    updated: bool = True,
+    step: int,
 ) -> float | Tensor:
     """Replace every ``.grad`` by that of the loss over the samples of all ranks. Sums use at least float32.
 
@@ -63,19 +63,19 @@ def reduce_gradients(
         summed: Whether the loss sums over samples; otherwise it is a mean.
         groups: The covered layers, if only the worker of each receives the result. On other ranks ``.grad`` then stays
             unchanged. None: all ranks receive all results.
-        updated: Whether the optimizer has stepped on this rank since the last step.
+        step: The completed steps of this rank.
 
     Returns:
         The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum.
 
     Raises:
-        NatgradError: on all ranks, if `updated` differs. On accelerators this is not checked, because the host would
+        NatgradError: if `step` differs between the ranks. On accelerators this is not checked, because the host would
             wait for the device.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if runtime.ranks == 1 or not trained:
         return 1.0 / max(1, samples) if summed else 1.0
-    total = _agree(trained, runtime, samples, updated=updated)
+    total = _agree(trained, runtime, samples, step)
     # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
     mean_weight = torch.where(total > 0, samples / total.clamp(min=1), 1 / runtime.ranks)
     weight = torch.ones_like(total) if summed else mean_weight
@@ -90,13 +90,13 @@ def reduce_gradients(
     return 1.0 / total.clamp(min=1).to(wide)
 
 
-def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int, *, updated: bool) -> Tensor:
+def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int, step: int) -> Tensor:
     """Return the samples of all ranks. Parameters with a gradient on any rank get one on all, of zeros."""
     used = [float(parameter.grad is not None) for parameter in trained]
-    counters = tensor_on(trained[0].device, [float(samples), *used, float(updated)], torch.float64)
+    counters = tensor_on(trained[0].device, [float(samples), *used, float(step)], torch.float64)
     runtime.sum_(counters, {"counters": len(counters)})
     if on_host(counters):
-        _check_updates(counters[-1], runtime, updated=updated)
+        _check_steps(int(counters[-1]), step, runtime)
     if not all(used):
         # Only a rank without a gradient checks whether another has one, because that synchronizes with the device.
         for parameter, users in zip(trained, counters[1:-1].tolist(), strict=True):
@@ -105,13 +105,12 @@ def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int, *, 
     return counters[0]
 
 
-def _check_updates(total: Tensor, runtime: Communicator, *, updated: bool) -> None:
-    """Raise a `NatgradError` if `updated` is true on some ranks only; `total` is their number."""
-    if 0 < int(total) < runtime.ranks:
-        others = [rank for rank, one in enumerate(runtime.all_gather_objects(updated)) if not one]
+def _check_steps(total: int, step: int, runtime: Communicator) -> None:
+    """Raise a `NatgradError` unless `total`, the sum of the steps of all ranks, is this rank's for each of them."""
+    if total != step * runtime.ranks:
         raise NatgradError(
-            f"the ranks are at different steps: ranks {others} call step() although their optimizer has not stepped "
-            "since the last one, and the other ranks' has; call step() once before each optimizer.step() on every rank"
+            f"the ranks are at different steps: rank {runtime.rank} is at step {step}, the mean of the {runtime.ranks} "
+            f"ranks is {total / runtime.ranks:g}; call step() once before each optimizer.step() on every rank"
         )
 
 

@@ -52,7 +52,6 @@ class Scaling:
         self.reductions, self.reduces, self._scaler = reductions, reduces, scaler
         self._scaled: Tensor | None = None  # number of ranks that had not unscaled in the last step
         self.of_sum: float | Tensor | None = None
-        self._version: int | None = None  # of a parameter in the last step
         self.counts = self._summed or self._mixed or reduces or not self._divided
 
     def unscaled(self, reductions: Reductions) -> Scaling:
@@ -149,10 +148,13 @@ class Scaling:
             return 1.0
         return self.of_sum
 
-    def of_gradients(self, structure: Structure, runtime: Communicator, samples: int, backwards: int) -> float | Tensor:
+    def of_gradients(
+        self, structure: Structure, runtime: Communicator, samples: int, backwards: int, step: int
+    ) -> float | Tensor:
         """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
 
-        `samples` and `backwards` are this rank's samples (token losses: positions) and backward passes of the step.
+        `samples`, `backwards` and `step` are this rank's samples (token losses: positions) and backward passes of the
+        step, and its completed steps.
         """
         model = structure.root
         scale: float | Tensor = 1.0
@@ -161,8 +163,7 @@ class Scaling:
         passes = self._passes(model, runtime, backwards, device, dtype)
         if self.reduces:
             groups = structure.groups if structure.plan.columns == runtime.ranks else None
-            updated = self._is_updated(model)
-            scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=groups, updated=updated)
+            scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=groups, step=step)
         elif (self._summed or self._mixed) and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
             runtime.sum_(total, {"counters": 1})
@@ -174,11 +175,6 @@ class Scaling:
         if self._summed:
             return scale * passes if self._divided else scale
         return scale if self._divided else scale / passes
-
-    def _is_updated(self, model: nn.Module) -> bool:
-        """Return whether the parameters have changed since the last call. In the first one it is False."""
-        before, self._version = self._version, next((p._version for p in model.parameters() if p.requires_grad), 0)
-        return before is not None and before != self._version
 
     def _passes(
         self, model: nn.Module, runtime: Communicator, backwards: int, device: torch.device | None, dtype: torch.dtype
