@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -25,7 +25,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from natgrad.errors import NatgradError, require
+from natgrad.distributed.communicator import is_lost
+from natgrad.errors import LostRankError, NatgradError, require
 
 from .fork_server import start_fork_server
 from .world import launched
@@ -130,8 +131,8 @@ def _run_rank(interface: str, function: Callable[..., T], *arguments: object) ->
         os.environ[f"{backend}_SOCKET_IFNAME"] = interface
     try:
         return function(*arguments)
-    except RuntimeError as error:
-        if isinstance(error, DistError) or "gloo" in str(error):
+    except (RuntimeError, LostRankError) as error:
+        if isinstance(error, LostRankError) or is_lost(error):
             time.sleep(_LOST_SECONDS)
         raise
 
