@@ -147,13 +147,3 @@ def test_what_it_has_no_form_for():
     assert not {
         row.parameter: row for row in natgrad.Preconditioner(model, limited, optimizer=optimizer).explain().rows
     }["2.weight"].reason
-
-
-def test_verification_takes_no_second_pass():
-    training = Training()
-    training.step(*batch(0))
-    before = training.blocks
-    report = training.preconditioner.verify(batch(1), lambda model, given: cross_entropy(model(given[0]), given[1]))
-    assert report.worst < 1e-12
-    assert_alike(before, training.blocks, 0)
-    training.step(*batch(2))

@@ -140,18 +140,6 @@ def test_curvature_that_needs_no_epochs(curvature):
     Preconditioned(curvature, at=998).train(3)
 
 
-def test_a_verification_is_no_step():
-    training = Preconditioned(
-        natgrad.HyLo(rank=2), at=999, refresh=natgrad.Refresh(inverses=natgrad.GrowingInterval(9))
-    )
-    batch = torch.randn(4, 2), torch.randn(4, 2)
-    training.model.zero_grad()
-    training.preconditioner.discard()
-    training.preconditioner.verify(batch, lambda model, batch: mse_loss(model(batch[0]), batch[1]))
-    with pytest.warns(natgrad.NatgradWarning, match="1000 steps"):
-        training.train(1)
-
-
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_hylo_that_is_told_of_epochs():
     training = Preconditioned(natgrad.HyLo(rank=2), at=998)

@@ -50,7 +50,7 @@ def training(curvature=None, **options):
     return model, optimizer, preconditioner
 
 
-@pytest.mark.parametrize("curvature", [None, natgrad.KFAC(form="inverse", sharing="reduce"), SAMPLED])
+@pytest.mark.parametrize("curvature", [None, natgrad.KFAC(form="inverse", sharing="reduce"), natgrad.HyLo(rank=2)])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_one_process_equals_itself(curvature, dtype):
     _, _, preconditioner = training(curvature)
@@ -76,8 +76,7 @@ def test_nothing_is_changed():
                 "gradients": [p.grad for p in model.parameters()],
                 "optimizer": optimizer.state_dict(),
                 "preconditioner": preconditioner.state_dict(),
-                "metrics": {name: float(value) for name, value in metrics.items()},
-                "traffic": preconditioner.traffic(),
+                "metrics": {name: float(value) for name, value in metrics.items() if "seconds" not in name},
                 "rng": torch.get_rng_state(),
                 "modes": [module.training for module in model.modules()],
             }
@@ -106,7 +105,7 @@ def _fail(loss):
     raise RuntimeError("boom")
 
 
-@pytest.mark.parametrize("curvature", [natgrad.KFAC(), SAMPLED])
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.EKFAC()])
 def test_training_goes_on_as_if_nothing_had_been(curvature):
     results = []
     for look in (False, True):
@@ -168,6 +167,11 @@ def test_before_the_first_step():
     assert preconditioner.metrics()["factor_updates"] == 0
 
 
+def test_the_loss_is_not_scaled():
+    preconditioner = natgrad.Preconditioner(network(), scaler=torch.amp.GradScaler("cpu"))
+    assert preconditioner.verify(batch(), loss_of).worst < 1e-6
+
+
 def test_batches_of_other_shapes():
     model = network()
     preconditioner = natgrad.Preconditioner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
@@ -190,18 +194,22 @@ def test_bad_batches(bad):
 
 def test_bad_losses():
     preconditioner = natgrad.Preconditioner(network())
-    sampled = natgrad.Preconditioner(network(), SAMPLED)
-    for one, loss_fn in (
-        (preconditioner, None),
-        (preconditioner, lambda model, batch: model(batch[0])),
-        (preconditioner, lambda model, batch: 3.0),
-        (preconditioner, lambda model, batch: torch.tensor(3.0)),
-        (sampled, loss_of),
+    for loss_fn in (
+        None,
+        lambda model, batch: model(batch[0]),
+        lambda model, batch: 3.0,
+        lambda model, batch: torch.tensor(3.0),
     ):
         with pytest.raises(ValueError, match="loss_fn"):
-            one.verify(batch(), loss_fn)
+            preconditioner.verify(batch(), loss_fn)
     with pytest.raises(ValueError, match="dtype"):
         preconditioner.verify(batch(), loss_of, dtype=torch.int64)
+
+
+def test_sampled_labels_are_refused():
+    preconditioner = natgrad.Preconditioner(network(), SAMPLED)
+    with pytest.raises(ValueError, match=r"curvature=.*sampled.* is not allowed.* one of the true labels"):
+        preconditioner.verify(batch(), loss_and_outputs)
 
 
 def test_not_between_backward_and_step():
@@ -234,14 +242,3 @@ def test_natural_gradients_stay_natural():
     preconditioner.verify(batch(), loss_of)
     preconditioner.step()  # not untouched, before as after
     assert not torch.equal(model[5].weight.grad, 2 * gradients[5])
-
-
-def test_the_time_that_layers_take_is_that_of_training():
-    _, _, preconditioner = training()
-    before = [row.time for row in preconditioner.explain().rows]
-    assert any(before)
-    preconditioner.verify(batch(), loss_of)
-    assert [row.time for row in preconditioner.explain().rows] == before
-    new = natgrad.Preconditioner(network())
-    new.verify(batch(), loss_of)
-    assert not any(row.time for row in new.explain().rows)

@@ -185,31 +185,30 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Return a copy of `root` with unsharded parameters, without compilation and FSDP2's classes and hooks."""
-    memo: dict[int, Any] = {}
+    """Return a copy of `root` with full tensors, without FSDP2's classes, hooks and state; collective.
+
+    FSDP2's classes refuse to be copied. So their modules are copied into objects of the class that was sharded.
+    """
+    copies: dict[int, Any] = {}  # by the ``id`` of the originals, as ``copy.deepcopy`` keeps them
     for parameter in root.parameters():
-        memo[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
-    sharded = _sharded_modules(root.modules())
-    classes = [type(module) for module in sharded]
-    absent = _Absent()
-    memo.update((id(module._get_fsdp_state()), absent) for module in sharded)
-    try:
-        for module in sharded:
-            module.__class__ = type(module).__mro__[2]  # the class before fully_shard
-        plain = copy.deepcopy(root, memo)
-    finally:
-        for module, kind in zip(sharded, classes, strict=True):
-            module.__class__ = kind
-    for module in plain.modules():
-        module._compiled_call_impl = None
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is absent]:
-                hooks.pop(key)
+        copies[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded, no_state = _sharded_modules(root.modules()), _NoState()
+    for module in sharded:
+        original: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, fsdp.FSDPModule))
+        copies[id(module)] = original.__new__(original)
+        copies[id(fsdp.fully_shard.state(module))] = no_state
+    for module in sharded:
+        copies[id(module)].__setstate__(copy.deepcopy(module.__getstate__(), copies))
+    plain = copy.deepcopy(root, copies)
+    for hooks in (hooks for module in plain.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is no_state]:
+            del hooks[key]
     return plain if dtype is None else plain.to(dtype)
 
 
-class _Absent:
-    """A placeholder for FSDP2's state in a copy."""
+class _NoState:
+    """Stands for FSDP2's state in a copy."""
 
 
 # --- Tensors ------------------------------------------------------------------------------------------------------

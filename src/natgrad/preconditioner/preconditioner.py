@@ -489,18 +489,17 @@ class Preconditioner:
         """Compare the distributed computation with a single-process one, on this model and process group.
 
         Both do a first step without earlier curvature, with the present damping: all ranks together, and each rank
-        alone on an unwrapped copy of the model with the batches of all ranks. Dropout is off and norm layers use their
-        running statistics. Both use the same sampled labels. Under "dp" the single process also builds each layer's
-        factors from its owner's batch. With HyLo it selects the rows that each rank selects, unless rounding changes
-        the selection.
+        alone, by a second `Preconditioner` on an unwrapped copy of the model with the batches of all ranks. Dropout is
+        off and norm layers use their running statistics.
 
         Collective: call it on every rank, between two steps. Parameters, gradients, optimizer, buffers, generators,
-        factors and counters stay unchanged. Each rank needs memory for a second model.
+        factors and counters stay unchanged, but ``traffic()`` and times include the comparison. Each rank needs memory
+        for a second model.
 
         Args:
             batch: This rank's argument for `loss_fn`: a tensor, or tensors in tuples, lists and dicts, samples first.
                 Ranks may have different numbers of samples.
-            loss_fn: A function of model and batch that returns the loss, or (loss, outputs) if labels are sampled.
+            loss_fn: A function of model and batch that returns the loss, or (loss, outputs).
             dtype: The dtype of the single-process computation. None: the model's. In float64 the differences include
                 the rounding of the model's dtype.
 
@@ -508,7 +507,9 @@ class Preconditioner:
             The largest relative difference of each layer, and the largest of all as ``worst``.
 
         Raises:
-            ValueError: if an argument is not allowed, or if a backward pass has not been followed by `step`.
+            ValueError: if an argument is not allowed, if a backward pass has not been followed by `step`, or if one
+                process cannot compute what is compared: sampled labels, and on several ranks rows that each rank
+                selects (`natgrad.HyLo`) and factors of one rank's samples ("dp").
         """
         return verify(self, batch, loss_fn, dtype)
 

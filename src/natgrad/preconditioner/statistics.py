@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.reductions import Count
-from natgrad.capture.rows import Origin, RowBuffer
+from natgrad.capture.rows import RowBuffer
 from natgrad.capture.sums import StatisticsBuffer, of_sides
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.preconditioner.parts import Parts
@@ -21,9 +21,7 @@ class Statistics:
     def attach(self) -> None:
         """Begin to capture statistics of the current layers."""
         parts = self._parts
-        placement, wire = parts.structure.plan.placement, parts.structure.precision.wire
-        origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
-        rows = RowBuffer(parts.gathered, wire if parts.runtime.ranks > 1 else None, origin)
+        rows = RowBuffer(parts.gathered, parts.structure.precision.wire if parts.runtime.ranks > 1 else None)
         parts.capture.attach(parts.groups, self._buffer(), rows)
 
     def _buffer(self) -> StatisticsBuffer:

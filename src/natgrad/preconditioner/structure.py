@@ -140,13 +140,6 @@ class Structure:
         other.rebuild()
         return other
 
-    def without_state(self) -> Structure:
-        """Return a copy with the same layers on the same ranks, whose blocks have no tensors."""
-        other = copy(self)
-        other._assignments = dict(self._assignments)
-        other._build()
-        return other
-
     @property
     def is_outdated(self) -> bool:
         """Whether parameters were moved, frozen, thawed or replaced since it was built.

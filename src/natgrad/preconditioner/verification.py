@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
-from natgrad.capture import Capture
-from natgrad.capture.audit import GradientAudit
-from natgrad.capture.labels import LabelSampler
-from natgrad.capture.model_hooks import Hooks
-from natgrad.capture.reductions import Reductions
 from natgrad.capture.repetition import restored, restored_random_state
-from natgrad.curvature.likelihood import Likelihood
-from natgrad.distributed import Communicator, Placement
+from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import extra_passes, plain_copy, whole
-from natgrad.errors import require
-from natgrad.preconditioner.agreement import check_agreement
-from natgrad.preconditioner.counters import StepCounters
-from natgrad.preconditioner.decompositions import Decompositions
-from natgrad.preconditioner.gradient_step import GradientStep
-from natgrad.preconditioner.gradients.clip import Clip
-from natgrad.preconditioner.gradients.scaling import Scaling
+from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
-from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.refresh import BackgroundRefresh, RefreshScheduler
-from natgrad.preconditioner.statistics import Statistics
-from natgrad.preconditioner.structure import Structure
+from natgrad.preconditioner.refresh import BackgroundRefresh
 from natgrad.printed import Printed
-from natgrad.refresh import Refresh
-from natgrad.state import state as states
-from natgrad.state.block_group import BlockGroup
 
 if TYPE_CHECKING:
     from natgrad.preconditioner import Preconditioner
 
 LossFunction = Callable[[nn.Module, Any], Any]
-# Returns the derivative of the loss of sampled labels by the outputs.
-Score = Callable[[Likelihood, Tensor], Tensor]
 
 
 # --- The report -----------------------------------------------------------------------------------------------------
@@ -103,22 +83,22 @@ class Verification(Printed):
         return f"<Verification of {len(self.rows)} layers: worst {self.worst:.1e}; {self.note}>"
 
 
-def _compare(
-    groups: Sequence[BlockGroup], root: nn.Module, placed: StepOutcome, plain: StepOutcome
-) -> list[Difference]:
+def _compare(preconditioner: Preconditioner, placed: _Outcome, alone: _Outcome) -> list[Difference]:
     """Return the differences of all layers, and of what is left to the optimizer, in the order of the model."""
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    differences = {name: _difference(value, plain.gradients[name]) for name, value in placed.gradients.items()}
+    structure = preconditioner.parts.structure
+    names = {id(parameter): name for name, parameter in structure.root.named_parameters()}
+    differences = {name: _difference(value, alone.gradients[name]) for name, value in placed.gradients.items()}
     rows: dict[str, Difference] = {}
-    for group in groups:
+    for group in structure.groups:
         for layer in (member.layer for member in group.members):
             parameters = list(dict.fromkeys(names[id(slot.parameter)] for slot in layer.slots))
-            factors, expected = placed.factors[layer.key], plain.factors[layer.key]  # empty where rows are kept
+            actual, expected = placed.blocks[layer.key], alone.blocks[layer.key]
+            factors = [_difference(actual[spec.name], expected[spec.name]) for spec in group.statistics]
             rows[parameters[0]] = Difference(
                 layer=layer.name,
                 curvature=repr(group.curvature),
                 gradient=max(differences.pop(name, 0.0) for name in parameters),
-                factors=max((_difference(value, expected[name]) for name, value in factors.items()), default=0.0),
+                factors=max(factors, default=0.0),
             )
     rows |= {name: Difference(layer=name, curvature="", gradient=value) for name, value in differences.items()}
     return [rows[name] for name in placed.gradients if name in rows]
@@ -137,6 +117,22 @@ def _difference(actual: Tensor | None, expected: Tensor | None) -> float:
 # --- The two first steps --------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Outcome:
+    """The result of a first step: every parameter's gradient and every layer's state, whole and on the host."""
+
+    gradients: dict[str, Tensor | None]
+    blocks: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, root: nn.Module, state: Mapping[str, Any]) -> _Outcome:
+        """Read the gradients of a model; collective if they are sharded."""
+        gradients = {name: parameter.grad for name, parameter in root.named_parameters()}
+        return cls(
+            {name: None if grad is None else whole(grad).cpu() for name, grad in gradients.items()}, state["blocks"]
+        )
+
+
 def verify(
     preconditioner: Preconditioner, batch: Any, loss_fn: LossFunction, dtype: torch.dtype | None
 ) -> Verification:
@@ -147,222 +143,145 @@ def verify(
     require(fits, "dtype", dtype, "None or a floating dtype")
     pending = preconditioner.has_pending_backward
     require(not pending, "verify()", "called between backward and step", "called when no step is under way")
-    if preconditioner.parts.structure.is_outdated:  # hooks are set on the layers as they were
-        preconditioner._follow_model()
-    original, written = preconditioner.parts, preconditioner.call_order.written
-    root, runtime, untouched = original.structure.root, original.runtime, written.untouched()
-    with restored_random_state(root):
-        with extra_passes(root), _deterministic(root):
-            placed = _placed_parts(original)
-            outcome, scores = _step_placed(placed, batch, loss_fn)
-            batches, drawn = _gather(batch, runtime), _gather(scores, runtime)
-            plain = plain_copy(root, dtype)
+    _check_comparable(preconditioner)
+    parts = preconditioner.parts
+    root, runtime = parts.structure.root, parts.runtime
+    with _first_step(preconditioner) as state, extra_passes(root), _deterministic(root):
+        _differentiate(parts.model, batch, loss_fn)
+        samples = float(parts.capture.number(None))
+        preconditioner.step()
+        placed = _Outcome.of(root, preconditioner.state_dict(gather=True))
+        on_host = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, batch)
+        batches = runtime.all_gather_objects((on_host, samples))
+        alone = _step_alone(preconditioner, state, plain_copy(root, dtype), batches, loss_fn, dtype)
+    note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(parts.model).__name__}"
+    return Verification(_compare(preconditioner, placed, alone), note)
+
+
+def _check_comparable(preconditioner: Preconditioner) -> None:
+    """Check that one process can compute what the ranks compute.
+
+    Raises:
+        ValueError: naming what it cannot.
+    """
+    parts, rule = preconditioner.parts, preconditioner.plan.placement.rule
+    for _, curvature in parts.structure.coverage.layers:
+        allowed = "for verify(), one of the true labels: sampled ones differ"
+        require(curvature.likelihood is None, "curvature", curvature, allowed)
+        allowed = "for verify() on several ranks, one that uses all rows: each rank selects some of its own"
+        fits = parts.runtime.ranks == 1 or type(curvature).select is Curvature.select
+        require(fits, "curvature", curvature, allowed)
+    allowed = "for verify() on several ranks, one that uses the samples of all ranks for each layer"
+    require(parts.runtime.ranks == 1 or not rule.uses_own_samples, "placement", rule.name, allowed)
+
+
+@contextmanager
+def _first_step(preconditioner: Preconditioner) -> Iterator[dict[str, Any]]:
+    """Let the next step be one without earlier curvature, in which all is due, and restore the state at the end.
+
+    The value of the context is the state.
+    """
+    preconditioner._follow_model()  # to the layers as they are now
+    parts, written = preconditioner.parts, preconditioner.call_order.written
+    progress, untouched = parts.progress, written.untouched()
+    kept = parts.background, parts.failure_counters, parts.structure.plan
+    damping, scale = progress.damping, parts.clip.last
+    parts.background, parts.failure_counters = BackgroundRefresh(), FailureCounters(Guard(limit=None))
+    state = preconditioner.state_dict()
+    empty = {**state, "last_factors": -1, "last_inverses": -1, "blocks": tree_map(torch.zeros_like, state["blocks"])}
+    empty.pop("refresh", None)  # the steps of the last captures, by side
+    try:
+        with parts.scaling.without_scaler():
+            preconditioner.load_state_dict(empty)
+            yield state
+    finally:
+        preconditioner.load_state_dict(state)
+        parts.background, parts.failure_counters, parts.structure.plan = kept
+        progress.damping, parts.clip.last = damping, scale
         if untouched:  # their tensors have been written into since, and hold the same values
-            written.note(original.structure.slots)
-        expected = _step_alone(placed, plain, preconditioner, batches, drawn, loss_fn, dtype)
-    note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(original.model).__name__}"
-    note += ", each layer's factors of the samples of its owner alone" if _captured_by_owners(placed) else ""
-    return Verification(_compare(placed.groups, root, outcome, expected), note)
-
-
-def _step_placed(parts: Parts, batch: Any, loss_fn: LossFunction) -> tuple[StepOutcome, list[Tensor]]:
-    """Do a step as the user would; return its outcome, and the scores that this rank sampled."""
-    step, scores = _FirstStep(parts), list[Tensor]()
-
-    def draw(likelihood: Likelihood, outputs: Tensor) -> Tensor:
-        scores.append(parts.sampler.score(likelihood, outputs, None, parts.progress.step))
-        return scores[-1]
-
-    with parts.hooks.reporting_to(parts.capture.forward):
-        step.backward(batch, loss_fn, draw)
-    return step.run(), scores
+            written.note(parts.structure.slots)
 
 
 def _step_alone(
-    placed: Parts,
-    plain: nn.Module,
     preconditioner: Preconditioner,
-    batches: list[Any],
-    drawn: list[list[Tensor]],
+    state: Mapping[str, Any],
+    plain: nn.Module,
+    batches: list[tuple[Any, float]],
     loss_fn: LossFunction,
     dtype: torch.dtype | None,
-) -> StepOutcome:
-    """Accumulate over the batches of all ranks in this process, with the scores sampled for each, and do a step.
+) -> _Outcome:
+    """Accumulate over the batches of all ranks, each with its number of samples, and do a first step in this process.
 
     Wrappers average the gradients of the ranks. Where natgrad reduces the gradients, they are weighted by samples.
     """
-    ranks, reduces, owners = len(batches), placed.scaling.reduces, _captured_by_owners(placed)
-    parts = _plain_parts(placed, preconditioner, plain, counts_samples=bool(owners) or reduces)
-    summed = parts.scaling.reductions.single == "sum"
-    step, capture, rows = _FirstStep(parts), parts.capture, parts.capture.rows
+    scaling, ranks = preconditioner.parts.scaling, len(batches)
+    summed = scaling.reductions.single == "sum"
+    samples = sum(counted for _, counted in batches)
     device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
-    totals = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters() if reduces}
-    samples = 0
-    for rank, (batch, scores) in enumerate(zip(batches, drawn, strict=True)):
-        capture.finish()
-        rows.origin = replace(placed.capture.rows.origin, rank=rank)
-        if owners:
-            capture.captured = owners[rank]
-        step.backward(_moved(batch, device, dtype), loss_fn, _repeated(scores), share=1 / ranks)
-        size, samples = capture.samples - samples, capture.samples
-        for name, total in totals.items():
-            gradient = plain.get_parameter(name).grad
-            if gradient is not None:
-                total.add_(gradient, alpha=1 if summed else size * ranks)
-                gradient.zero_()
-    for name, total in totals.items():
-        gradient = plain.get_parameter(name).grad
-        if gradient is not None:
-            gradient.copy_(total / (1 if summed else samples))
-    outcome = step.run()
-    if reduces and summed:  # the sum is not divided by the number of passes
-        outcome.gradients = {
-            name: None if gradient is None else gradient * ranks for name, gradient in outcome.gradients.items()
-        }
-    return outcome
+    with _alone(preconditioner, plain) as alone:
+        alone.load_state_dict({**alone.state_dict(), "step": state["step"], "epochs": state["epochs"]})
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for batch, counted in batches:
+            _differentiate(plain, _moved(batch, device, dtype), loss_fn, share=1 / ranks)
+            weight = ranks * counted / samples if scaling.reduces and not summed else 1.0
+            for parameter in plain.parameters():
+                if parameter.grad is not None:
+                    gradients[parameter] = gradients.get(parameter, 0.0) + weight * parameter.grad
+                    parameter.grad.zero_()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        alone.step()
+        if scaling.reduces and summed:  # not divided by the number of ranks
+            for parameter in gradients:
+                parameter.grad = None if parameter.grad is None else parameter.grad * ranks
+        return _Outcome.of(plain, alone.state_dict())
 
 
-def _repeated(scores: list[Tensor]) -> Score:
-    """Return a function that returns the sampled scores in order."""
-    remaining = iter(scores)
-    return lambda _, outputs: next(remaining).to(outputs)
-
-
-def _captured_by_owners(parts: Parts) -> list[set[str]]:
-    """Return the layers whose statistics each rank captures. Empty: every rank captures all layers."""
-    plan, layers = parts.structure.plan, [layer for layer, _ in parts.structure.coverage.layers]
-    captured = [
-        {layer.name for layer in layers if plan.accumulates(layer.key, rank)} for rank in range(parts.runtime.ranks)
-    ]
-    return captured if any(len(names) < len(layers) for names in captured) else []
-
-
-@dataclass
-class StepOutcome:
-    """The result of a step: every parameter's gradient and every layer's factors, whole and on the host."""
-
-    gradients: dict[str, Tensor | None]
-    factors: dict[str, dict[str, Tensor]]
-
-
-class _FirstStep:
-    """The phases of a first step, and the backward passes before it."""
-
-    def __init__(self, parts: Parts) -> None:
-        """Begin to capture."""
-        self._parts = parts
-        self._statistics, self._decompositions = Statistics(parts), Decompositions(parts)
-        self._gradients = GradientStep(parts)
-        self._statistics.attach()
-
-    def backward(self, batch: Any, loss_fn: LossFunction, score: Score, share: float = 1.0) -> None:
-        """Differentiate the loss of a batch, times a `share`, after that of sampled labels where these are needed."""
-        with torch.enable_grad():
-            result = loss_fn(self._parts.model, batch)
-            pair: tuple[Any, Any] = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-            loss, outputs = pair
-            shown = type(loss).__name__ if not isinstance(loss, Tensor) else list(loss.shape)
-            fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
-            require(fits, "loss_fn(model, batch)", shown, "a scalar loss with a graph, or (loss, outputs)")
-            likelihood = self._statistics.likelihood
-            if likelihood is not None:
-                fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
-                require(fits, "loss_fn(model, batch)", shown, "(loss, outputs): labels are sampled")
-                self._parts.capture.sampled_pass(outputs, score(likelihood, outputs.detach()))
-            (loss * share).backward()
-
-    @torch.no_grad()
-    def run(self) -> StepOutcome:
-        """Make ``.grad`` the natural gradient, as `natgrad.Preconditioner.step` does; collective."""
-        parts = self._parts
-        damping = parts.progress.damping = parts.damping_now()
-        check_agreement(parts, damping)
-        scale = self._gradients.reduce(None)
-        self._statistics.update(None)
-        if self._decompositions.are_due:
-            self._decompositions.update(None, damping)
-        self._gradients.precondition(damping, scale)
-        blocks = states.snapshot(parts.groups)
-        if parts.shares_work:
-            blocks, _ = states.union(blocks, {}, parts.runtime)
-        return StepOutcome(
-            {
-                name: None if p.grad is None else whole(p.grad).cpu()
-                for name, p in parts.structure.root.named_parameters()
-            },
-            {
-                member.layer.key: {spec.name: blocks[member.layer.key][spec.name] for spec in group.statistics}
-                for group in parts.groups
-                for member in group.members
-            },
-        )
-
-
-# --- Parts without earlier curvature --------------------------------------------------------------------------------
-
-
-def _placed_parts(original: Parts) -> Parts:
-    """Return parts for the same model on the same ranks, without earlier curvature."""
-    reductions = Reductions(original.scaling.reductions.argument)
-    root, seed, rank = original.structure.root, original.sampler.seed, original.runtime.rank
-    return replace(
-        original,
-        structure=original.structure.without_state(),
-        runtime=Communicator(original.runtime.group),
-        capture=_capture(root, reductions, counts_samples=original.capture.counts_samples),
-        sampler=LabelSampler(seed=seed, rank=rank, reduction=reductions.single or "mean"),
-        scaling=original.scaling.unscaled(reductions),
-        scheduler=RefreshScheduler(original.scheduler.rule),
-        clip=Clip(original.clip.optimizer, original.clip.bound),
-        epochs=copy.deepcopy(original.epochs),
-        **_fresh(original),
-    )
-
-
-def _plain_parts(placed: Parts, preconditioner: Preconditioner, model: nn.Module, *, counts_samples: bool) -> Parts:
-    """Return parts for a plain copy of the model in this process alone, with the settings of those of all ranks."""
-    precision, factor = replace(placed.structure.precision, wire=None), placed.damping.factor
-    structure = Structure(
-        model, preconditioner.curvature, precision, placement=Placement(), rank=0, ranks=1, factor=factor
-    )
-    layers = [layer for layer, _ in structure.coverage.layers]
-    reductions = Reductions(placed.scaling.reductions.argument)
-    names = [layer.name for layer in layers]
-    scaling = Scaling(reductions, names, accumulation="mean", reduces=False, scaler=None)
-    capture = _capture(model, reductions, counts_samples=counts_samples or scaling.counts)
-    hooks = Hooks(capture.forward)
-    hooks.attach(model, layers)
-    copies = zip(placed.structure.root.parameters(), model.parameters(), strict=True)
-    return replace(
-        placed,
-        model=model,
-        structure=structure,
-        runtime=Communicator(None),
-        hooks=hooks,
-        capture=capture,
-        scaling=scaling,
-        scheduler=RefreshScheduler(Refresh(factors=1, inverses=1)),
-        clip=placed.clip.for_copies({id(parameter): copied for parameter, copied in copies}),
-        epochs=replace(placed.epochs, before=[]),
-        **_fresh(placed),
-    )
-
-
-def _fresh(parts: Parts) -> dict[str, Any]:
-    """Return counters at the current step, and no background decompositions."""
-    return {
-        "background": BackgroundRefresh(),
-        "failure_counters": FailureCounters(Guard(limit=None)),
-        "inspection": Inspection(),
-        "progress": StepCounters(step=parts.progress.step),
+@contextmanager
+def _alone(preconditioner: Preconditioner, plain: nn.Module) -> Iterator[Preconditioner]:
+    """Build a preconditioner with the same settings for a plain copy of the model, in a process group of one rank."""
+    parts = preconditioner.parts
+    group, optimizer = None, None
+    if parts.runtime.group is not None:
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    if preconditioner.optimizer is not None:  # for the KL clip
+        rates = {id(p): some["lr"] for some in preconditioner.optimizer.param_groups for p in some["params"]}
+        pairs = zip(parts.structure.root.parameters(), plain.parameters(), strict=True)
+        learned = [{"params": [copied], "lr": rates[id(p)]} for p, copied in pairs if id(p) in rates]
+        optimizer = torch.optim.SGD(learned)
+    settings = {
+        "optimizer": optimizer,
+        "refresh": None,
+        "placement": "comm-opt",
+        "precision": replace(parts.structure.precision, wire=None),
+        "process_group": group,
+        "mesh": None,
+        "guard": Guard(limit=None),
+        "gradients": "averaged",
+        "accumulation": "mean",
+        "scaler": None,
     }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NatgradWarning)  # the user's preconditioner gives them
+            yield type(preconditioner)(plain, **{**preconditioner._arguments, **settings})
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
-def _capture(root: nn.Module, reductions: Reductions, *, counts_samples: bool) -> Capture:
-    return Capture(root, reductions=reductions, counts_samples=counts_samples, audit=GradientAudit(off=True))
+def _differentiate(model: nn.Module, batch: Any, loss_fn: LossFunction, share: float = 1.0) -> None:
+    """Differentiate the loss of a batch, times a `share`."""
+    with torch.enable_grad():
+        result = loss_fn(model, batch)
+        loss: Any = result[0] if isinstance(result, tuple) and len(result) == 2 else result
+        shown = type(loss).__name__ if not isinstance(loss, Tensor) else list(loss.shape)
+        fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
+        require(fits, "loss_fn(model, batch)", shown, "a scalar loss with a graph, or (loss, outputs)")
+        (loss * share).backward()
 
 
-# --- Batches --------------------------------------------------------------------------------------------------------
+# --- Batches and models ---------------------------------------------------------------------------------------------
 
 
 def _check_batch(batch: object) -> None:
@@ -373,12 +292,23 @@ def _check_batch(batch: object) -> None:
     require(len(sizes) == 1, "batch", shown, allowed)
 
 
+def _moved(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Return a batch on a device, its floating tensors in `dtype` unless that is None."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, dtype if leaf.is_floating_point() else None)
+
+    return tree_map(moved, batch)
+
+
 @contextmanager
 def _deterministic(root: nn.Module) -> Iterator[None]:
-    """Run without gradients, dropout and batch statistics, and restore everything at the end."""
+    """Run without gradients, dropout and batch statistics, and restore all of these and the generators at the end."""
     gradients = [(p.grad, p.grad.detach().clone()) for p in root.parameters() if p.grad is not None]
     try:
-        with restored(root):
+        with restored_random_state(root), restored(root):
             for module in root.modules():
                 module.training = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN needs it for a backward
             yield
@@ -386,20 +316,3 @@ def _deterministic(root: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for gradient, values in gradients:
                 gradient.copy_(values)  # a wrapper may have written into its memory
-
-
-def _gather(value: Any, runtime: Communicator) -> list[Any]:
-    """Return the value of each rank, with tensors on the host."""
-    leaves, spec = tree_flatten(value)
-    leaves = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return [tree_unflatten(each, spec) for each in runtime.all_gather_objects(leaves)]
-
-
-def _moved(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return a batch on a device, its floating tensors in `dtype` unless that is None."""
-    leaves, spec = tree_flatten(batch)
-    moved = [
-        leaf.to(device, dtype if leaf.is_floating_point() else None) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
-    return tree_unflatten(moved, spec)

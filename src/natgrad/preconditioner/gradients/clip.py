@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
@@ -31,12 +31,6 @@ class Clip:
         self.bound = None if optimizer is None or bound is None else float(bound)
         self._lacks_optimizer = bound is not None and optimizer is None
         self.last: float | Tensor = 1.0
-
-    def for_copies(self, copies: Mapping[int, nn.Parameter]) -> Clip:
-        """Return a clip for copies of parameters, with the current learning rates, by the ``id`` of the originals."""
-        rates = self._rates() if self.optimizer is not None else {}
-        groups = [{"params": [copy], "lr": rates[key]} for key, copy in copies.items() if key in rates]
-        return Clip(torch.optim.SGD(groups) if groups else None, self.bound)
 
     def describe(self) -> str:
         """Return a description of the clip."""

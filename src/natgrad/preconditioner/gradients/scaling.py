@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from copy import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +54,14 @@ class Scaling:
         self.of_sum: float | Tensor | None = None
         self.counts = self._summed or self._mixed or reduces or not self._divided
 
-    def unscaled(self, reductions: Reductions) -> Scaling:
-        """Return a copy without the ``GradScaler``, with a copy of the reductions."""
-        result = copy(self)
-        result._scaler, result.reductions = None, reductions
-        return result
+    @contextmanager
+    def without_scaler(self) -> Iterator[None]:
+        """Do steps with gradients that no ``GradScaler`` has scaled."""
+        scaler, self._scaler = self._scaler, None
+        try:
+            yield
+        finally:
+            self._scaler = scaler
 
     @property
     def skips(self) -> bool:

@@ -150,7 +150,7 @@ class RowRefresh:
         Raises:
             ValueError: on all ranks, if one would hold more than `Placement.memory` with these rows.
         """
-        gathers = rows.origin.pools_ranks and self.runtime.ranks > 1
+        gathers = not self.plan.placement.rule.uses_own_samples and self.runtime.ranks > 1
         runs = self._runs([group for group in groups if group.role.accumulates], rows, shares, gathers=gathers)
         self._count_rows(runs, gathers=gathers)
         if not runs:
@@ -188,13 +188,11 @@ class RowRefresh:
             counts = [int(numbers[index]) for numbers in found]
             if samples <= 0 or max(counts) == 0:
                 continue
-            origin, owner = rows.origin, self.plan.assignments[member.layer.key].owners["M"]
+            owner, ranks = self.plan.assignments[member.layer.key].owners["M"], self.runtime.ranks
             # A worker that uses only its own rows selects as many as if all ranks had as many samples.
-            every = samples * (1 if origin.pools_ranks else origin.ranks)
-            share = group.curvature.rows_per_rank(every, max(counts), origin.ranks)
-            key = id(group), owner, samples, *counts, *rows.counts(member.layer.name).items()
-            similar = runs.setdefault(key, [])
-            selected = share * (origin.ranks if origin.pools_ranks else 1)
+            share = group.curvature.rows_per_rank(samples if gathers else samples * ranks, max(counts), ranks)
+            similar = runs.setdefault((id(group), owner, samples, *counts), [])
+            selected = share * ranks if gathers else share
             layer_bytes = 4 * (member.stop - member.start) * selected**2 * group.work_dtype.itemsize
             if not similar or (len(similar[-1].layers) + 1) * layer_bytes > _BATCH:
                 (task,) = group.tasks
@@ -218,11 +216,10 @@ class RowRefresh:
         self.plan.check_memory()
 
     def _select(self, run: RowRun, rows: RowBuffer, shares: Shares, gain: float | Tensor) -> None:
-        """Select rows of this rank, or of each rank that this process simulates."""
+        """Select rows of this rank."""
         group, started = run.group, perf_counter()
         names = [member.layer.name for member in run.layers]
-        counts = rows.counts(names[0])
-        if any(counts.values()):
+        if rows.count(names[0]):
             # The gradients of sampled labels do not depend on the loss, its scale or its mean.
             gains = [1.0 if group.curvature.likelihood is not None else gain * shares.get(name, 1.0) for name in names]
             taken = [rows.take(name, factor) for name, factor in zip(names, gains, strict=True)]
@@ -232,23 +229,15 @@ class RowRefresh:
             A, G = (torch.zeros(shape, dtype=group.work_dtype, device=group.device) for shape in shapes)
         run.finite = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
         options = {"samples": run.samples, "damping": self.damping * group.factor}
-        found = []
-        for rank, a, g in zip(counts, A.split([*counts.values()], 1), G.split([*counts.values()], 1), strict=True):
-            starts = torch.cat([self._drawn(member, rank) for member in run.layers]).to(group.device)
-            with full_products(group.device):
-                found.append(group.curvature.select(a, g, run.share, self.epochs, **options, starts=starts))
-        links = [selection.Y for selection in found if selection.Y is not None]
-        run.selection = kernel.Selection(
-            torch.cat([selection.A for selection in found], 1),
-            torch.cat([selection.G for selection in found], 1),
-            torch.stack(links, 1) if links else None,
-            torch.stack([selection.fine for selection in found]).all(0),
-        )
+        starts = torch.cat([self._drawn(member) for member in run.layers]).to(group.device)
+        with full_products(group.device):
+            selection = group.curvature.select(A, G, run.share, self.epochs, **options, starts=starts)
+        run.selection = replace(selection, Y=None if selection.Y is None else selection.Y[:, None])
         group.charge(run.layers, perf_counter() - started)
 
-    def _drawn(self, member: LayerBlocks, rank: int) -> Tensor:
+    def _drawn(self, member: LayerBlocks) -> Tensor:
         """Return a random number for each block, a function of seed, rank, step and layer."""
-        seed = seed_of("rows", self.seed, rank, self.step, member.layer.key)
+        seed = seed_of("rows", self.seed, self.runtime.rank, self.step, member.layer.key)
         generator = torch.Generator("cpu").manual_seed(seed)
         return torch.rand(member.stop - member.start, dtype=torch.float64, device="cpu", generator=generator)
 
