@@ -245,7 +245,9 @@ def test_a_state_of_an_earlier_version_is_read():
         tensors["norm"] = torch.ones(1, dtype=torch.float64)
         tensors["ladder"][:, 0] = 1
         tensors["ladder"][:, 2] = 6
-        tensors["ladder"][:, 3:] *= 5
+        tensors["ladder"][:, 3] = 1
+        tensors["ladder"][:, 4:] *= 5
+        assert tensors["ladder"].shape[1] == 4 + tensors["renewed"].shape[1]  # as at commit d7c4092
     ends = []
     for given in (state, old):
         other_model, other = make(refresh=refresh)

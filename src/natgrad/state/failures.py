@@ -10,6 +10,9 @@ from torch import Tensor
 
 from natgrad.linalg.device import known_all
 
+# The columns of these numbers in checkpoints: of `FailureState.unusable`, and of the first task.
+_UNUSABLE, _TASKS = 1, 4
+
 
 class Level(IntEnum):
     """What preconditions a layer in a step. `PLAIN`: the layer has no curvature yet."""
@@ -68,17 +71,17 @@ class FailureState:
 
     def shapes(self, count: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that `state` returns for `count` blocks."""
-        return {"ladder": (count, 3 + len(self.failed))}
+        return {"ladder": (count, _TASKS + len(self.failed))}
 
     def state(self, blocks: slice) -> dict[str, Tensor]:
         """Return the failures of some blocks for a checkpoint, as integers.
 
-        The columns are those of earlier versions: the first and the third are zero now.
+        The columns are those of earlier versions, some of which are zero now.
         """
-        ladder = torch.zeros(self._size, 3 + len(self.failed), dtype=torch.int32, device="cpu")
+        ladder = torch.zeros(self._size, _TASKS + len(self.failed), dtype=torch.int32, device="cpu")
         if self.unusable is not None:
-            ladder[:, 1] = self.unusable.cpu()
-        for column, failed in zip(ladder[:, 3:].unbind(1), self.failed.values(), strict=True):
+            ladder[:, _UNUSABLE] = self.unusable.cpu()
+        for column, failed in zip(ladder[:, _TASKS:].unbind(1), self.failed.values(), strict=True):
             column[:] = torch.tensor(failed, device="cpu")
         return {"ladder": ladder[blocks]}
 
@@ -86,8 +89,8 @@ class FailureState:
         """Restore what `state` returned, for the blocks from `start` on. Earlier versions counted the failures."""
         ladder = state["ladder"].cpu()
         blocks = slice(start, start + len(ladder))
-        self._allocate_unusable(device)[blocks] = (ladder[:, 1] > 0).to(device)
-        for failed, column in zip(self.failed.values(), ladder[:, 3:].unbind(1), strict=True):
+        self._allocate_unusable(device)[blocks] = (ladder[:, _UNUSABLE] > 0).to(device)
+        for failed, column in zip(self.failed.values(), ladder[:, _TASKS:].unbind(1), strict=True):
             failed[blocks] = (column > 0).tolist()
 
     def record_unusable(self, blocks: slice | Tensor, unusable: Tensor) -> None:
