@@ -17,11 +17,10 @@ from tests.distributed.jobs import Job, Training, batch, network, share
 
 READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "unique_consecutive", "masked_select"}
 ON_THE_CPU_ALONE = {
-    ("audit.py", "_describe"),  # it reads a copy on the host, once that has arrived
-    ("audit.py", "_describe_accumulation"),
+    ("audit.py", "report"),  # in the first steps, after the step before
     ("device.py", "known_all"),
     ("guard.py", "check"),
-    ("reduction.py", "_check_updates"),
+    ("reduction.py", "_check_steps"),
     ("fallback.py", "_replace"),
     ("fallback.py", "_knows_of_invalid"),
 }

@@ -68,7 +68,7 @@ def test_clipped_gradients(make):
     torch.manual_seed(0)
     texts = train(make(), lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
     assert len(texts) == 1
-    assert "clip after step()" in texts[0]
+    assert "gradients clipped" in texts[0]
 
 
 def test_the_factor_is_named():
@@ -89,7 +89,8 @@ def test_a_scaler_that_the_preconditioner_does_not_know():
 
     torch.manual_seed(0)
     (text,) = train(with_bias(), scale(2.0**-16), loss=scaled)
-    assert "pass scaler=" in text
+    assert "1.526e-05 times" in text
+    assert "a GradScaler without scaler=" in text
 
 
 def micro_batches(
@@ -132,35 +133,15 @@ def test_gradients_divided_by_the_passes(accumulation):
     assert "accumulation=" in text
 
 
-@pytest.mark.parametrize(("divides", "accumulation"), [(False, "mean"), (True, "sum")])
-def test_accumulation_the_other_way_round(divides, accumulation):
-    (text,) = micro_batches(divides_loss=divides, accumulation=accumulation)
-    assert "4 backward passes" in text
-    assert f"accumulation={'sum' if accumulation == 'mean' else 'mean'!r}" in text
-
-
 @pytest.mark.parametrize(("factors", "parts"), [(1, 4), (10, 2), (10, 5)])
 def test_a_step_on_every_micro_batch(factors, parts):
     (text,) = micro_batches(steps_each=True, factors=factors, parts=parts)
-    assert "after all micro-batches" in text
+    assert "step() called on every micro-batch" in text
 
 
 def test_gradients_that_are_never_cleared():
     (text,) = micro_batches(clears=False)
     assert "zero_grad" in text
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_forward_passes_that_all_come_first_are_silent():
-    torch.manual_seed(0)
-    model = with_bias()
-    preconditioner = natgrad.Preconditioner(model, damping=0.1, accumulation="sum")
-    for step in range(4):
-        model.zero_grad()
-        losses = [cross_entropy(model(x), y) for x, y in (batch(4 * step + part) for part in range(4))]
-        for loss in losses:
-            loss.backward()
-        preconditioner.step()
 
 
 def test_a_penalty_on_the_parameters_is_silent():
@@ -183,34 +164,9 @@ def test_a_gradient_that_is_not_finite_is_no_mismatch():
     assert train(with_bias(), overflow) == []
 
 
-def test_it_looks_again_after_a_thousand_steps():
-    model = nn.Linear(1, 2)
-    preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=50, inverses=1000))
-    x = torch.ones(2, 1)
-
-    def step(factor):
-        model.zero_grad()
-        model(x).sum().backward()
-        scale(factor)(model)
-        preconditioner.step()
-
-    for number in range(1051):  # of which the first three are compared, and the one at 1050
-        step(1.0 if number < 500 else 3.0)
-    with pytest.warns(natgrad.NatgradWarning, match="3 times"):
-        step(1.0)
-
-
 def test_a_norm_over_several_dimensions_is_compared_too():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Unflatten(1, (3, 2)), nn.LayerNorm((3, 2)), nn.Flatten(), nn.Tanh())
-    assert train(model) == []
-    (text,) = train(model, scale(0.5))
-    assert "0.5 times" in text
-
-
-def test_convolutions_without_bias_are_compared_too():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Unflatten(1, (1, 6, 1)), nn.Conv2d(1, 3, (6, 1), bias=False), nn.Flatten())
     assert train(model) == []
     (text,) = train(model, scale(0.5))
     assert "0.5 times" in text

@@ -277,7 +277,6 @@ class Capture:
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
             forward.note(name, layer.positions(output))
-        self.audit.keep_output(use, output)
         size, output = output.shape, _viewed(output)
         output.register_hook(lambda gradient: self._take_gradient(use, gradient.reshape(size)))
         if curvature.sum_positions:
@@ -322,7 +321,6 @@ class Capture:
         if not self._sampling:
             if begins:
                 self._loss, self.fills = task, taken == "grad"
-                self.audit.inspect_loss(use, gradient, summed=self._reductions.of(name) == "sum")
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 # The graph may live as long as the loss, so drop the inputs now.
                 use.inputs, use.outline = None, outline(use.outline)

@@ -74,7 +74,6 @@ class LayerCall:
         forward: The forward pass of the model that the use belongs to, if known.
         outer_task: The backward pass that recomputes a reentrant checkpoint. -1: none.
         traced: Whether the use is part of a compiled graph, which reports it only with its gradient.
-        output: The first rows of its output, if the gradient audit needs them.
     """
 
     primary: Layer
@@ -86,7 +85,6 @@ class LayerCall:
     forward: ForwardPass | None
     outer_task: int
     traced: bool = False
-    output: Tensor | None = None
 
     def first_task(self, task: int) -> int:
         """Return the first backward pass through the same forward pass, whose later ones add further losses."""

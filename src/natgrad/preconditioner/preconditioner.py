@@ -182,11 +182,7 @@ class Preconditioner:
             root,
             reductions=reductions,
             counts_samples=scaling.counts or (rule.rule.uses_own_samples and notices),
-            audit=GradientAudit(
-                reduces=reduces,
-                divides=accumulation == "mean",
-                ignores_factors=all(own.is_normalized for _, own in covered),
-            ),
+            audit=GradientAudit(reduces=reduces, ignores_factors=all(own.is_normalized for _, own in covered)),
         )
         structure = Structure(
             root,

@@ -47,13 +47,12 @@ class Statistics:
             rows=bool(parts.gathered) and "gradients" in scheduler.due_parts(parts.progress),
             sides=sides,
         )
-        capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows.wanted)
 
     def compare_gradients(self) -> None:
-        """Compare ``.grad`` with what the hooks have seen, in some steps."""
-        parts, step, passes = self._parts, self._parts.progress.step, len(self._parts.capture.backwards)
+        """Compare ``.grad`` with what the hooks have seen, in the first steps."""
+        parts = self._parts
         with parts.progress.phase("reduce", parts.runtime):
-            parts.capture.audit.compare(parts.scaling.of_loss, parts.runtime, step=step, passes=passes)
+            parts.capture.audit.compare(parts.scaling.of_loss, parts.runtime)
 
     @property
     def likelihood(self) -> Likelihood | None:

@@ -96,7 +96,7 @@ def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int, ste
     counters = tensor_on(trained[0].device, [float(samples), *used, float(step)], torch.float64)
     runtime.sum_(counters, {"counters": len(counters)})
     if on_host(counters):
-        _check_steps(int(counters[-1]), step, runtime)
+        _check_steps(counters[-1], step, runtime)
     if not all(used):
         # Only a rank without a gradient checks whether another has one, because that synchronizes with the device.
         for parameter, users in zip(trained, counters[1:-1].tolist(), strict=True):
@@ -105,8 +105,9 @@ def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int, ste
     return counters[0]
 
 
-def _check_steps(total: int, step: int, runtime: Communicator) -> None:
-    """Raise a `NatgradError` unless `total`, the sum of the steps of all ranks, is this rank's for each of them."""
+def _check_steps(counted: Tensor, step: int, runtime: Communicator) -> None:
+    """Raise a `NatgradError` unless the sum of the steps of all ranks is this rank's step for each of them."""
+    total = int(counted)
     if total != step * runtime.ranks:
         raise NatgradError(
             f"the ranks are at different steps: rank {runtime.rank} is at step {step}, the mean of the {runtime.ranks} "
