@@ -1,15 +1,33 @@
 """When numbers go wrong: what is skipped, what stays, what is counted, and when it becomes an error."""
 
+import copy
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import natgrad
 from natgrad.linalg import cusolver
-from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.preconditioner.guard.guard import FailureCounters, dots
 from tests.dense import reference as dense
+from tests.every import EVERY, Training
+from tests.every import batch as every_batch
 
+DAMPING = 0.3
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)
+LAST_GOOD = {"0.weight": "last good", "0.bias": "last good", "2.weight": "", "2.bias": ""}
+
+
+class Failing(natgrad.KFAC):
+    """K-FAC whose decompositions fail on demand, of the factor A of blocks with `inputs` inputs."""
+
+    inputs = None
+
+    def compute(self, task, averages, damping, previous=None):
+        written, fine = super().compute(task, averages, damping, previous)
+        broken = task == "A" and averages["A"].shape[-1] == self.inputs
+        return written, torch.zeros_like(fine) if broken else fine
 
 
 def network(dtype=torch.float64):
@@ -50,8 +68,8 @@ def poison_loss(model, x):
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 def test_a_poisoned_batch_is_skipped_counted_and_forgotten(poison, form):
     model, (first, bad, last) = network(), batches(3)
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(form=form), damping=0.3, refresh=EVERY_STEP)
-    expected = dense.KFAC(damping=0.3, form=form)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(form=form), damping=DAMPING, refresh=EVERY_STEP)
+    expected = dense.KFAC(damping=DAMPING, form=form)
 
     backward(model, first)
     preconditioner.step()
@@ -74,7 +92,7 @@ def test_no_label_can_be_drawn_from_a_poisoned_prediction(likelihood):
     model, (bad, good) = network(), batches(2)
     bad[0, 0] = float("nan")
     curvature = natgrad.KFAC(fisher="sampled", likelihood=likelihood)
-    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.3, refresh=EVERY_STEP)
+    preconditioner = natgrad.Preconditioner(model, curvature, damping=DAMPING, refresh=EVERY_STEP)
     for x, skipped in ((bad, 2), (good, 2)):
         model.zero_grad()
         outputs = model(x)
@@ -87,12 +105,12 @@ def test_no_label_can_be_drawn_from_a_poisoned_prediction(likelihood):
 
 def test_only_the_troubled_layer_is_skipped():
     model, (x,) = network(), batches(1)
-    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    preconditioner = natgrad.Preconditioner(model, damping=DAMPING)
     backward(model, x)
     model[2].weight.grad[0, 0] = float("nan")
     preconditioner.step()
     solved = dense.gradients(model)
-    expected = dense.KFAC(damping=0.3).step(rows(model, x))
+    expected = dense.KFAC(damping=DAMPING).step(rows(model, x))
     assert dense.relative_error(solved["0"], expected["0"]) < 1e-9
     assert not solved["2"].any()
     metrics = preconditioner.metrics()
@@ -117,13 +135,13 @@ def test_poison_in_the_very_first_batch():
     """The first good one counts as the first, however long the intervals."""
     model, (bad, good) = network(), batches(2)
     bad[:] = float("nan")
-    preconditioner = natgrad.Preconditioner(model, damping=0.3, refresh=natgrad.Refresh(factors=10, inverses=100))
+    preconditioner = natgrad.Preconditioner(model, damping=DAMPING, refresh=natgrad.Refresh(factors=10, inverses=100))
     backward(model, bad)
     preconditioner.step()
     assert all(not p.grad.any() for p in model.parameters())
     backward(model, good)
     preconditioner.step()
-    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows(model, good)))
+    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=DAMPING).step(rows(model, good)))
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -131,7 +149,7 @@ def test_the_limit_in_a_row_raises_a_typed_error(limit, monkeypatch):
     monkeypatch.setattr(FailureCounters, "_PATIENCE", 1)  # on an accelerator too, as at once as on a CPU
     model, (good, bad) = network(), batches(2)
     bad[:] = float("nan")
-    preconditioner = natgrad.Preconditioner(model, damping=0.3, guard=natgrad.Guard(limit=limit))
+    preconditioner = natgrad.Preconditioner(model, damping=DAMPING, guard=natgrad.Guard(limit=limit))
     for x in [bad] * (limit - 1) + [good] + [bad] * (limit - 1):  # never `limit` in a row
         backward(model, x)
         preconditioner.step()
@@ -144,7 +162,7 @@ def test_the_limit_in_a_row_raises_a_typed_error(limit, monkeypatch):
 def test_without_a_limit_trouble_may_last():
     model, (bad,) = network(), batches(1)
     bad[:] = float("nan")
-    preconditioner = natgrad.Preconditioner(model, damping=0.3, guard=natgrad.Guard(limit=None))
+    preconditioner = natgrad.Preconditioner(model, damping=DAMPING, guard=natgrad.Guard(limit=None))
     for _ in range(30):
         backward(model, bad)
         preconditioner.step()
@@ -174,19 +192,19 @@ def break_decompositions(monkeypatch, dtypes):
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 def test_a_failed_decomposition_is_retried_in_float64(monkeypatch, form):
     model, (x,) = network(torch.float32), batches(1, torch.float32)
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(form=form), damping=0.3)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(form=form), damping=DAMPING)
     break_decompositions(monkeypatch, {torch.float32})
     backward(model, x)
     preconditioner.step()
-    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3, form=form).step(rows(model, x)), 1e-5)
+    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=DAMPING, form=form).step(rows(model, x)), 1e-5)
     assert preconditioner.metrics()["failed_decompositions"] == 0
 
 
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 def test_the_last_good_decomposition_stays(monkeypatch, form):
     model, (first, second, third) = network(), batches(3)
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(form=form), damping=0.3, refresh=EVERY_STEP)
-    expected = dense.KFAC(damping=0.3, form=form, inverses=lambda step: 100 if step < 2 else 1)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(form=form), damping=DAMPING, refresh=EVERY_STEP)
+    expected = dense.KFAC(damping=DAMPING, form=form, inverses=lambda step: 100 if step < 2 else 1)
     for x, broken in ((first, False), (second, True), (third, False)):
         backward(model, x)
         with monkeypatch.context() as context:
@@ -199,7 +217,7 @@ def test_the_last_good_decomposition_stays(monkeypatch, form):
 
 def test_decompositions_that_fail_for_too_long_raise(monkeypatch):
     model, (x,) = network(), batches(1)
-    preconditioner = natgrad.Preconditioner(model, damping=0.3, refresh=EVERY_STEP, guard=natgrad.Guard(limit=3))
+    preconditioner = natgrad.Preconditioner(model, damping=DAMPING, refresh=EVERY_STEP, guard=natgrad.Guard(limit=3))
     break_decompositions(monkeypatch, {torch.float32, torch.float64})
     for _ in range(2):
         backward(model, x)
@@ -210,11 +228,226 @@ def test_decompositions_that_fail_for_too_long_raise(monkeypatch):
         preconditioner.step()
 
 
-def test_steps_without_a_backward_are_harmless():
-    model, (x,) = network(), batches(1)
-    preconditioner = natgrad.Preconditioner(model, damping=0.3)
-    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
-        preconditioner.step()
+class Reference(dense.KFAC):
+    """K-FAC of a model that stands still."""
+
+    def __init__(self, **options):
+        super().__init__(damping=DAMPING, **options)
+        self.W = {}
+
+    def see(self, x):
+        """Average what a batch shows, and return what fresh curvature makes of its gradients."""
+        rows = dense.capture(dense.twin(network()), lambda model: total_loss(model, x))
+        self.W = {name: seen.gradient() for name, seen in rows.items()}
+        return self.step(rows)
+
+
+def make(curvature=None, **options):
+    model = network()
+    return model, natgrad.Preconditioner(model, curvature, **{"damping": DAMPING, "refresh": EVERY_STEP, **options})
+
+
+def take(model, preconditioner, x):
     backward(model, x)
     preconditioner.step()
-    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows(model, x)))
+    return dense.gradients(model)
+
+
+def counted(preconditioner):
+    names = "fallbacks/stale", "skipped_gradients", "failed_decompositions"
+    return tuple(int(preconditioner.metrics()[name]) for name in names)
+
+
+def fallbacks(preconditioner):
+    return {row.parameter: row.fallback for row in preconditioner.explain().rows}
+
+
+def poison(preconditioner, layer):
+    """Damage the results of a layer's last refresh."""
+    for group in preconditioner.parts.groups:
+        for member in group.members:
+            if member.layer.key.startswith(layer):
+                for name in group.results:
+                    if name not in ("samples", "damping"):
+                        group.results[name][member.blocks] = math.nan
+
+
+def test_the_last_good_result_is_used_until_a_decomposition_succeeds():
+    curvature = Failing()
+    model, preconditioner = make(curvature)
+    reference, xs = Reference(), batches(7)
+    dense.assert_equal(take(model, preconditioner, xs[0]), reference.see(xs[0]))
+    last = reference.held["0"]
+    curvature.inputs = 4  # the first layer, with its bias
+    for x in xs[1:5]:
+        fresh = reference.see(x)["2"]
+        stale = dense.solve_eigen(reference.W["0"], last[0][0], reference.held["0"][0][1], DAMPING)  # G succeeds
+        dense.assert_equal(take(model, preconditioner, x), {"0": stale, "2": fresh})
+        assert fallbacks(preconditioner) == LAST_GOOD
+    assert counted(preconditioner) == (4, 0, 4)
+    assert "now: last good" in " ".join(str(preconditioner.explain()).split())
+    curvature.inputs = None
+    for x in xs[5:]:
+        dense.assert_equal(take(model, preconditioner, x), reference.see(x))
+    assert counted(preconditioner) == (4, 0, 4)
+    assert not any(fallbacks(preconditioner).values())
+
+
+def test_a_layer_that_fails_from_the_start_keeps_its_gradient():
+    curvature = Failing()
+    curvature.inputs = 4
+    model, preconditioner = make(curvature)
+    reference, xs = Reference(), batches(3)
+    for x in xs[:2]:
+        fresh = reference.see(x)["2"]
+        dense.assert_equal(take(model, preconditioner, x), {"0": reference.W["0"], "2": fresh})
+    assert counted(preconditioner) == (0, 0, 2)
+    curvature.inputs = None
+    dense.assert_equal(take(model, preconditioner, xs[2]), reference.see(xs[2]))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("values", [{"QA": math.nan}, {"vG": math.inf}, {"vA": -1e3, "vG": 1.0}])
+def test_unusable_curvature_gives_no_update_until_the_next_refresh(values):
+    """V is not finite, or zero, or an ascent direction."""
+    model, preconditioner = make(refresh=natgrad.Refresh(factors=1, inverses=4))
+    reference, xs = Reference(inverses=lambda step: 4), batches(6)
+    dense.assert_equal(take(model, preconditioner, xs[0]), reference.see(xs[0]))
+    for name, value in values.items():
+        preconditioner.parts.groups[1].results[name].fill_(value)
+    for x in xs[1:4]:
+        expected, found = reference.see(x), take(model, preconditioner, x)
+        dense.assert_equal({"0": found["0"]}, {"0": expected["0"]})
+        assert not found["2"].any()
+    for x in xs[4:]:
+        dense.assert_equal(take(model, preconditioner, x), reference.see(x))
+    assert counted(preconditioner) == (0, 3, 0)
+
+
+def test_curvature_that_stays_unusable_raises():
+    model, preconditioner = make(refresh=100, guard=natgrad.Guard(limit=3))
+    xs = batches(4)
+    take(model, preconditioner, xs[0])
+    poison(preconditioner, "2")
+    for x in xs[1:3]:
+        take(model, preconditioner, x)
+    with pytest.raises(natgrad.CurvatureError, match=r"gradients unusable 3 times in a row in 2\.weight"):
+        take(model, preconditioner, xs[3])
+
+
+def test_only_the_unusable_block_of_a_convolution_gets_no_update():
+    model = nn.Conv2d(4, 6, 1, groups=2).double()
+    preconditioner = natgrad.Preconditioner(model, damping=DAMPING, refresh=100)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2):
+        model.zero_grad()
+        model(torch.randn(5, 4, 3, 3, generator=generator, dtype=torch.float64)).square().mean().backward()
+        if step:
+            preconditioner.parts.groups[0].results["QA"][1] = math.nan
+        preconditioner.step()
+    assert model.weight.grad[:3].all()
+    assert model.weight.grad.isfinite().all()
+    assert not model.weight.grad[3:].any()
+
+
+def test_a_gradient_of_zero_is_no_failure():
+    model, preconditioner = make()
+    for x in batches(3):
+        model.zero_grad()
+        (total_loss(model, x) * 0).backward()
+        preconditioner.step()
+        assert not any(gradient.any() for gradient in dense.gradients(model).values())
+    assert counted(preconditioner) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_curvature_goes_on_and_recovers(name):
+    training = Training(EVERY[name], refresh=natgrad.Refresh(factors=1, inverses=3))
+    for step in range(4):
+        training.step(every_batch(step))
+    poison(training.preconditioner, "")
+    for step in range(4, 6):
+        training.step(every_batch(step))
+        assert all(gradient.isfinite().all() for gradient in training.gradients.values())
+    skipped = int(training.preconditioner.metrics()["skipped_gradients"])
+    assert skipped >= 2
+    for step in range(6, 12):
+        training.step(every_batch(step))
+    assert all(gradient.any() for gradient in training.gradients.values())
+    # K-BFGS renews H_G after the step.
+    assert name.startswith("kbfgs") or int(training.preconditioner.metrics()["skipped_gradients"]) == skipped
+
+
+@pytest.mark.parametrize("kind", ["stale", "unusable"])
+def test_a_training_resumed_after_failures_is_the_one_that_went_on(kind):
+    """Bit by bit, during the failures and after them, with a rule that decides on each layer."""
+
+    def begin():
+        curvature, model = Failing(), network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        # Unusable curvature is refreshed although the rule keeps every layer.
+        rule = natgrad.TraceRule(upper=1e-9 if kind == "stale" else 10.0)
+        refresh = natgrad.Adaptive(rule, factors=1, inverses=2)
+        preconditioner = natgrad.Preconditioner(model, curvature, optimizer=optimizer, refresh=refresh, damping=DAMPING)
+        return model, optimizer, preconditioner, curvature
+
+    def train(parts, steps):
+        model, optimizer, preconditioner, curvature = parts
+        for step in steps:
+            curvature.inputs = 4 if kind == "stale" and 4 <= step < 12 else None
+            if step == 9 and kind == "unusable":
+                poison(preconditioner, "2")
+            take(model, preconditioner, xs[step])
+            optimizer.step()
+
+    xs = batches(16)
+    first = begin()
+    train(first, range(10))
+    state = [copy.deepcopy(part.state_dict()) for part in first[:3]]
+    train(first, range(10, 16))
+    second = begin()
+    for part, saved in zip(second[:3], state, strict=True):
+        part.load_state_dict(saved)
+    train(second, range(10, 16))
+    assert sum(counted(second[2])) > 0
+    assert counted(second[2]) == counted(first[2])
+    for one, other in zip(first[0].parameters(), second[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_state_of_an_earlier_version_is_read():
+    """Until d7c4092: other fallbacks were counted, and refreshes that failed in a row; norms were saved."""
+    curvature, refresh, xs = Failing(), natgrad.Refresh(factors=1, inverses=3), batches(6)
+    model, preconditioner = make(curvature, refresh=refresh)
+    for step, x in enumerate(xs[:4]):
+        curvature.inputs = 4 if step == 3 else None
+        take(model, preconditioner, x)
+    state = preconditioner.state_dict()
+    old = copy.deepcopy(state)
+    old["watch"] |= {"fallbacks/diagonal": 3, "fallbacks/grafted": 2}
+    for tensors in old["blocks"].values():
+        tensors["norm"] = torch.ones(1, dtype=torch.float64)
+        tensors["ladder"][:, 0] = 1
+        tensors["ladder"][:, 2] = 6
+        tensors["ladder"][:, 3] = 1
+        tensors["ladder"][:, 4:] *= 5
+        assert tensors["ladder"].shape[1] == 4 + tensors["renewed"].shape[1]  # as at commit d7c4092
+    ends = []
+    for given in (state, old):
+        other_model, other = make(refresh=refresh)
+        other.load_state_dict(given)
+        ends.append([take(other_model, other, x) for x in xs[4:]])
+        assert counted(other) == (3, 0, 1)
+        assert other.state_dict()["watch"].keys() == state["watch"].keys()
+    for one, other in zip(*ends, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5), (1, 4, 5), (2, 64, 128), (1, 64, 128), (3, 91, 91)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_inner_products_of_blocks(shape, strided):
+    X, Y = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(k)) for k in (0, 1))
+    X = X.mT.contiguous().mT if strided else X
+    torch.testing.assert_close(dots(X, Y), (X * Y).sum((1, 2)))
+    Y[0, 1, 2] = torch.inf
+    assert dots(X, Y).isfinite().tolist() == [False] + [True] * (shape[0] - 1)

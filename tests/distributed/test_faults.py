@@ -1,4 +1,4 @@
-"""Trouble on one rank: all ranks act alike, and go on."""
+"""Numerical failures on one rank, under every placement: all ranks act alike, and go on."""
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ import natgrad
 from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, train
 
 BLOCKS = 4  # three layers, one of them with two groups
+PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
+SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 
 
 def train_with_poison(job, steps, poisoned, rank):
@@ -24,16 +26,49 @@ def train_with_poison(job, steps, poisoned, rank):
     return training.result()
 
 
-@pytest.mark.some(3)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("curvature", [{}, {"form": "inverse"}, {"fisher": "sampled", "likelihood": "categorical"}])
-def test_poison_on_one_rank(ranks, rank, curvature):
-    results = ranks.run(2, train_with_poison, Job(curvature=curvature), range(6), {2}, rank)
+@pytest.mark.some(2)
+@pytest.mark.values
+@pytest.mark.parametrize("curvature", [{}, {"form": "inverse"}, SAMPLED], ids=["empirical", "inverse", "sampled"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_poison_on_one_rank(ranks, placement, curvature):
+    job = Job(options={"placement": placement}, curvature=curvature)
+    results = ranks.run(4, train_with_poison, job, range(6), {2}, 1)
     assert_bit_identical(results)
     for result in results:
         assert all(value.isfinite().all() for value in result.model.values())
-        assert result.metrics["skipped_factors"] == BLOCKS
         assert result.metrics["skipped_gradients"] == BLOCKS
+    skipped = [result.metrics["skipped_factors"] for result in results]
+    if placement in ("comm-opt", "mem-opt", "hybrid:0.5"):
+        assert skipped == [BLOCKS] * 4  # all receive all sums
+    elif placement == "reduce-scatter":
+        assert sum(skipped) == BLOCKS  # each those of its own layers
+    else:
+        assert sum(skipped) == skipped[1] > 0  # the samples of others were fine
+
+
+def train_with_a_poisoned_gradient(job):
+    """Statistics stay fine: the averaged gradient becomes NaN, on all ranks."""
+    training = Training(job)
+    step = training.preconditioner.step
+
+    def spoil():
+        training.model[3].weight.grad[0, 0] = float("nan")
+        step()
+
+    for index in range(6):
+        training.preconditioner.step = spoil if index == 3 else step
+        training.step(index)
+    return training.result()
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_poisoned_gradient(ranks, placement):
+    results = ranks.run(3, train_with_a_poisoned_gradient, Job(options={"placement": placement}))
+    assert_bit_identical(results)
+    if placement != "dp":
+        assert_close(results[0], train_with_a_poisoned_gradient(Job()))
+    assert {result.metrics["skipped_gradients"] for result in results} == {1}
 
 
 def train_with_broken_lapack(job, steps, broken, rank):
@@ -58,36 +93,67 @@ def train_with_broken_lapack(job, steps, broken, rank):
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.values
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
-def test_a_decomposition_that_fails_on_its_owner(ranks, rank, form):
-    """Every rank keeps the last good one of the same factors, and counts it."""
-    job = Job(curvature={"form": form})
-    results = ranks.run(2, train_with_broken_lapack, job, range(6), {3}, rank)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_decomposition_that_fails_on_its_owner(ranks, placement, form):
+    job = Job(curvature={"form": form}, options={"placement": placement})
+    fine = ranks.run(4, train, job, range(6))[0]
+    results = ranks.run(4, train_with_broken_lapack, job, range(6), {3}, 0)
     assert_bit_identical(results)
-    counts = {result.metrics["failed_decompositions"] for result in results}
-    assert len(counts) == 1
-    assert 1 <= counts.pop() < 2 * BLOCKS  # A and G, shared by two ranks
-    assert float((results[0].model["0.weight"] - train(job, range(6)).model["0.weight"]).norm()) > 0
+    failed = [result.metrics["failed_decompositions"] for result in results]
+    column = {"comm-opt": [0, 1, 2, 3], "hybrid:0.5": [0, 2]}.get(placement, [0])
+    assert failed[0] > 0
+    assert all(count == (failed[0] if rank in column else 0) for rank, count in enumerate(failed))
+    assert any(not torch.equal(value, fine.model[name]) for name, value in results[0].model.items())
 
 
-def test_a_failure_of_all_owners_leaves_the_last_renewal(ranks):
-    results = ranks.run(1, train_with_broken_lapack, Job(), range(6), {3}, 0)
-    assert_close(results[0], train(Job(refresh={"factors": 2, "inverses": 100}), range(6)))
-    assert results[0].metrics["failed_decompositions"] == 2 * BLOCKS
+@pytest.mark.some(2)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_first_decomposition_that_fails(ranks, placement):
+    """Without a good one the layer's gradient stays plain on every rank."""
+    job = Job(options={"placement": placement})
+    results = ranks.run(4, train_with_broken_lapack, job, range(4), {0}, 0)
+    assert_bit_identical(results)
+    assert results[0].metrics["failed_decompositions"] > 0
 
 
-def exhaust_the_guard():
-    training = Training(Job(options={"guard": natgrad.Guard(limit=2)}))
-    if dist.get_rank() == 1:
-        training.model[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * float("nan"),))
+def exhaust(job, kind, rank):
+    """Return in which step the guard gives up, and what it says."""
+    training = Training(job)
     training.step(0)
-    with pytest.raises(natgrad.CurvatureError):
-        training.step(1)
+    mine = dist.get_rank() == rank
+    if mine and kind == "statistics":
+        training.model[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * float("nan"),))
+    eigh = torch.linalg.eigh
+
+    def fail(matrix, **options):
+        raise torch.linalg.LinAlgError("the algorithm failed to converge")
+
+    if mine and kind == "decompositions":
+        torch.linalg.eigh = fail
+    try:
+        for step in range(1, 8):
+            try:
+                training.step(step)
+            except natgrad.CurvatureError as error:
+                return step, str(error)
+    finally:
+        torch.linalg.eigh = eigh
+    return None
 
 
-def test_all_ranks_give_up_together(ranks):
-    ranks.run(2, exhaust_the_guard, limit=20)
+@pytest.mark.some(2)
+@pytest.mark.values
+@pytest.mark.parametrize("kind", ["statistics", "decompositions"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_all_ranks_give_up_in_the_same_step(ranks, placement, kind):
+    options = {"placement": placement, "guard": natgrad.Guard(limit=3)}
+    job = Job(options=options, refresh={"factors": 1, "inverses": 1})
+    results = ranks.run(4, exhaust, job, kind, 0, limit=40)
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == 3
+    assert "3 times in a row" in results[0][1]
 
 
 def join():

@@ -1,7 +1,6 @@
 """Models that change, layers that rest, and what can be asked, under every placement: no hang, as in one process."""
 
 import warnings
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.capture.sums import StatisticsBuffer
-from tests.distributed.jobs import Job, Training, batch, place, share
+from tests.distributed.jobs import Job, Training, place
 
 PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
 EXACT = PLACEMENTS[:-1]
@@ -284,57 +282,6 @@ def test_explanations(ranks, placement):
                 assert (0 < bytes_[key] < whole[key]) if sums_everywhere else bytes_[key] == 0
     for key in owners:
         assert sum(works[key] for _, _, _, works, _ in results) == workers
-
-
-def loss_of(model, samples):
-    outputs = model(samples[0])
-    return cross_entropy(outputs, samples[1], reduction=loss_of.reduction), outputs
-
-
-loss_of.reduction = "mean"
-
-
-def verify(job, spoiled=False):
-    training = Training(job)
-    for step in range(2):
-        training.step(step)
-    own = tuple(share(tensor, ragged=job.ragged) for tensor in batch(7))
-    loss_of.reduction = "sum" if job.reduction == "sum" else "mean"
-    close, spoilt = StatisticsBuffer.close, []
-
-    def wrong(self, *args, **kwargs):
-        if spoiled and not spoilt and dist.get_rank() == 0:  # the first of both steps is that of all ranks together
-            capture = training.preconditioner.parts.capture
-            spoilt.extend(self.of(name)["A"].mul_(1.5) for name in capture.captured)
-        return close(self, *args, **kwargs)
-
-    with patch.object(StatisticsBuffer, "close", wrong):
-        report = training.preconditioner.verify(own, loss_of)
-    training.step(3)
-    return report.worst
-
-
-REDUCE = {"wrapped": False, "ragged": True}
-
-
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "dp"])
-@pytest.mark.parametrize(
-    "job",
-    [{}, {"reduction": "sum"}, REDUCE, {**REDUCE, "reduction": "sum"}],
-    ids=["mean", "sum", "reduce", "reduce-sum"],
-)
-def test_verification(ranks, placement, job, count):
-    """Every placement is what it says that it is."""
-    reduces = {"gradients": "reduce"} if job.get("ragged") else {}
-    assert max(ranks.run(count, verify, Job(options={"placement": placement, **reduces}, **job))) < 1e-9
-
-
-@pytest.mark.parametrize("placement", ["mem-opt", "reduce-scatter"])
-def test_verification_finds_what_is_wrong(ranks, placement):
-    assert min(ranks.run(2, verify, Job(options={"placement": placement}), True)) > 0.01
 
 
 def save_alone_after_a_change(placement):

@@ -21,7 +21,6 @@ from tests.distributed.jobs import (
     train,
 )
 from tests.distributed.test_traffic import BYTES, total
-from tests.distributed.test_verify import verify_in_training
 
 STEPS = range(7)
 PLACEMENTS = ["mem-opt", "reduce-scatter"]
@@ -205,12 +204,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank(ranks, count):
         zero = [not bool(gradient.any()) for gradient in result.gradients]
         assert zero == [False, False, True, True, False, False]
         assert result.metrics["skipped_gradients"] == 1
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_verify(ranks, placement):
-    job = Job(ragged=True, wrapped=False, options=options(placement))
-    ranks.run(2, verify_in_training, job, 1e-9)
 
 
 # --- What travels ---------------------------------------------------------------------------------------------------

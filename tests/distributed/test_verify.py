@@ -21,12 +21,16 @@ INVERSE = {"form": "inverse"}
 
 def loss_of(model, batch):
     outputs = model(batch[0])
-    return cross_entropy(outputs, batch[1]), outputs
+    return cross_entropy(outputs, batch[1], reduction=loss_of.reduction), outputs
+
+
+loss_of.reduction = "mean"
 
 
 def verify_in_training(job, tolerance, changed=False):
     """Look in the middle of training; return the last parameters, and those of training without the look."""
     ends = []
+    loss_of.reduction = "sum" if job.reduction == "sum" else "mean"
     for look in (False, True):
         training = Training(job)
         for step in range(4):
@@ -47,21 +51,28 @@ def verify_in_training(job, tolerance, changed=False):
     return report.worst
 
 
+REDUCE = {"wrapped": False, "ragged": True}
+
+
 @pytest.mark.some(3)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter"])
 @pytest.mark.parametrize(
     "job",
     [
-        Job(),
-        Job(ragged=True, curvature=INVERSE),
-        Job(ragged=True, wrapped=False, options={"gradients": "reduce"}),
-        Job(reduction="sum"),
-        Job(wrapper={"gradient_as_bucket_view": True}),
+        {},
+        {"ragged": True, "curvature": INVERSE},
+        {"reduction": "sum"},
+        {"wrapper": {"gradient_as_bucket_view": True}},
+        REDUCE,
+        {**REDUCE, "reduction": "sum"},
     ],
-    ids=["ddp", "ragged", "reduce", "sum", "bucket view"],
+    ids=["ddp", "ragged", "sum", "bucket view", "reduce", "reduce-sum"],
 )
-def test_ranks_equal_one_process(ranks, job):
-    worst = ranks.run(2, verify_in_training, job, 1e-9)
-    assert worst[0] == worst[1]
+def test_ranks_equal_one_process(ranks, placement, job, count):
+    reduces = {"gradients": "reduce"} if job.get("wrapped") is False else {}
+    worst = ranks.run(count, verify_in_training, Job(options={"placement": placement, **reduces}, **job), 1e-9)
+    assert len(set(worst)) == 1
 
 
 def test_a_narrow_wire_shows(ranks):
@@ -149,10 +160,10 @@ def test_a_look_at_sharded_training(ranks, count, case):
     assert all(other[0] == report for other in others)
 
 
-def verify_a_broken_placement():
+def verify_a_broken_placement(placement):
     """One rank that adds something to its sums is found by all."""
     model = DistributedDataParallel(network())
-    preconditioner = natgrad.Preconditioner(model, damping=0.05)
+    preconditioner = natgrad.Preconditioner(model, damping=0.05, placement=placement)
     close, spoilt = StatisticsBuffer.close, []
 
     def wrong(self, *args, **kwargs):
@@ -167,8 +178,9 @@ def verify_a_broken_placement():
     assert rows["0"].factors < 1e-9
 
 
-def test_what_is_wrong_is_found(ranks):
-    ranks.run(2, verify_a_broken_placement)
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter"])
+def test_what_is_wrong_is_found(ranks, placement):
+    ranks.run(2, verify_a_broken_placement, placement)
 
 
 def refused(curvature, placement):

@@ -326,7 +326,7 @@ _add(
 _add(
     "ascent_direction",
     "A preconditioned gradient V with a negative ⟨V, W⟩ is used.",
-    "dense/test_fallbacks.py::test_unusable_curvature_gives_no_update_until_the_next_refresh",
+    "dense/test_guard.py::test_unusable_curvature_gives_no_update_until_the_next_refresh",
     (
         "preconditioner.guard.guard:check_preconditioned",
         "0 if entry.group.curvature.positive_definite else -math.inf",
