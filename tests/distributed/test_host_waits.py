@@ -21,8 +21,6 @@ ON_THE_CPU_ALONE = {
     ("device.py", "known_all"),
     ("guard.py", "check"),
     ("reduction.py", "_check_steps"),
-    ("fallback.py", "_replace"),
-    ("fallback.py", "_knows_of_invalid"),
 }
 ROOM = str(Path(natgrad.__file__).parent)
 
