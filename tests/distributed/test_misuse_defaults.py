@@ -1,10 +1,7 @@
 """Default damping and the warning of slow renewals on several ranks."""
 
-import warnings
-
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
@@ -35,18 +32,3 @@ def test_each_layer_has_the_default_of_its_curvature_on_all_ranks(ranks, placeme
     wanted = gradients(explicit, "comm-opt")
     for found in ranks.run(2, gradients, None, placement):
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
-
-
-def warned():
-    """Return what this rank is told of a renewal that is slow by the plan's estimate."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        natgrad.Preconditioner(nn.Linear(5000, 3), placement="comm-opt")
-    return [str(one.message) for one in told if one.category is natgrad.NatgradWarning]
-
-
-def test_a_slow_renewal_is_told_on_all_ranks_alike(ranks):
-    first, second = ranks.run(2, warned)
-    assert first == second  # of the rank that has most work
-    assert len(first) == 1
-    assert "one refresh takes about" in first[0]

@@ -135,9 +135,9 @@ _add(
 )
 _add(
     "heads_in_the_middle",
-    "Matrices whose outputs other matrices read count as nearest to the loss.",
+    "The first layer counts as nearest to the loss.",
     "test_heads.py::test_heads_are_found_when_the_optimizer_is_built",
-    ("preconditioner.heads:HeadCheck.inspect", "if node in below:", "if not nodes:"),
+    ("preconditioner.heads:likely_head", "(tied or list(matrices))[-1]", "(tied or list(matrices))[0]"),
 )
 _add(
     "bias_correction",

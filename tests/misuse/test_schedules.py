@@ -145,32 +145,3 @@ def test_hylo_that_is_told_of_epochs():
     training = Preconditioned(natgrad.HyLo(rank=2), at=998)
     training.preconditioner.next_epoch()
     training.train(3)
-
-
-@pytest.mark.parametrize("kind", [natgrad.GrowingInterval, natgrad.TwoPhaseInterval])
-@pytest.mark.parametrize("nested", [False, True])
-def test_an_interval_that_is_told_samples_for_steps(kind, nested):
-    interval = natgrad.Sides(inputs=kind(1500), gradients=1) if nested else kind(1500)
-    training = Preconditioned(natgrad.KFAC(), refresh=natgrad.Refresh(factors=interval))
-    training.train(11)
-    with pytest.warns(natgrad.NatgradWarning, match=r"ended after 12 steps, but \w+\(steps_per_epoch=1500") as found:
-        training.preconditioner.next_epoch()
-    assert found[0].filename == __file__
-    training.train(12)
-    training.preconditioner.next_epoch()  # told once
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_an_interval_that_is_told_steps():
-    training = Preconditioned(natgrad.KFAC(), refresh=natgrad.Refresh(inverses=natgrad.GrowingInterval(13)))
-    training.train(11)
-    training.preconditioner.next_epoch()
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_the_rest_of_an_epoch_after_a_resume_tells_nothing():
-    training = Preconditioned(natgrad.KFAC(), at=8, refresh=natgrad.Refresh(inverses=natgrad.GrowingInterval(12)))
-    training.train(4)
-    training.preconditioner.next_epoch()
-    training.train(12)
-    training.preconditioner.next_epoch()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from natgrad.capture.model_hooks import Hooks
 from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement
@@ -21,7 +22,7 @@ from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.coverage import Place, cover, unfrozen
 from natgrad.preconditioner.guard.guard import Guard
-from natgrad.preconditioner.heads import HeadCheck, likely_heads, matrices_of
+from natgrad.preconditioner.heads import likely_head, matrices_of, warn_of_other_heads
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 from natgrad.preconditioner.preconditioner import Preconditioner
 from natgrad.refresh import DoublingInterval, Refresh, RefreshRule
@@ -93,8 +94,7 @@ class NaturalMuon(PreconditionedOptimizer):
                 `natgrad.Spectral`, such as ``natgrad.Spectral(power=0.25, steps=0)``.
             heads: The fnmatch patterns of the names of these layers. None: the layer that shares its weight with an
                 embedding or, without one, the last layer with a weight matrix in the order of
-                ``model.named_modules()``, and the layers of its parent that read as many features, with a number of
-                outputs that it cannot read. After the first step there is a warning with the names to pass if the
+                ``model.named_modules()``. In the first forward pass there is a warning with the names to pass if the
                 autograd graph shows other heads.
             adamw: The fnmatch patterns of the names of layers that AdamW moves.
             groups: For fnmatch patterns of names of layers, the number of their equal groups of outputs that are
@@ -116,8 +116,8 @@ class NaturalMuon(PreconditionedOptimizer):
                 unchanged then.
 
         Warns:
-            NatgradWarning: after the first step, if other layers than those taken for the heads are nearest to the
-                loss.
+            NatgradWarning: in the first forward pass, if other layers than the one taken for the head are nearest to
+                the loss.
         """
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
@@ -154,7 +154,7 @@ class NaturalMuon(PreconditionedOptimizer):
         if head != "spectral":
             moved_by = head if isinstance(head, Spectral) else None
             left = [name for name in every if _first_match(name, adamw) is not None]
-            likely = [name for name in likely_heads(root, _beside_trained(every)) if name not in left]
+            likely = [name for name in [likely_head(root, _beside_trained(every))] if name not in left]
             _add(curvature, dict.fromkeys(map(escape, likely) if heads is None else heads, moved_by))
         _add(curvature, {pattern: spectral(count) for pattern, count in (groups or {}).items()})
         if any(_first_match(name, curvature) is None for name in every):
@@ -191,9 +191,7 @@ class NaturalMuon(PreconditionedOptimizer):
         super().__init__(update, preconditioner)
         # FSDP2's graphs have other parameters, and a frozen head is in no graph.
         if head != "spectral" and heads is None and find_mesh(model) is None and matrices.keys() >= set(likely):
-            self._check = HeadCheck(root, matrices, likely, left)
-            preconditioner.parts.hooks.on_outputs = self._check.inspect
-            self.register_step_post_hook(_conclude)
+            _compare_heads(preconditioner.parts.hooks, matrices, likely)
 
     def __repr__(self) -> str:
         """Show the parameter groups."""
@@ -242,13 +240,15 @@ class _Update(Optimizer):
         return self._adamw
 
 
-def _conclude(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Warn if the first passes had other heads, as a hook after steps."""
-    assert isinstance(optimizer, NaturalMuon)
-    hooks = optimizer.preconditioner.parts.hooks
-    if hooks.on_outputs is not None and optimizer._check.saw_passes:
+def _compare_heads(hooks: Hooks, matrices: Mapping[str, Place], chosen: Sequence[str]) -> None:
+    """Compare the chosen heads with the graph of the first forward pass."""
+
+    def compare(outputs: Any) -> None:
         hooks.on_outputs = None
-        optimizer._check.warn()
+        if chosen:
+            warn_of_other_heads(outputs, matrices, chosen)
+
+    hooks.on_outputs = compare
 
 
 def _beside_trained(matrices: Mapping[str, Place]) -> dict[str, Place]:

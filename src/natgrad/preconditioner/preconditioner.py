@@ -40,7 +40,7 @@ from natgrad.preconditioner.compatibility import check_combinations, warn_of_com
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.coverage import cover, warn_of_idle
 from natgrad.preconditioner.decompositions import Decompositions
-from natgrad.preconditioner.epochs import EpochState, EpochWarnings
+from natgrad.preconditioner.epochs import EpochState, warn_of_missing_epochs
 from natgrad.preconditioner.explanation import Explanation, explain
 from natgrad.preconditioner.gradient_step import GradientStep
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
@@ -52,7 +52,7 @@ from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.refresh import BackgroundRefresh, RefreshScheduler
 from natgrad.preconditioner.second_pass import Closure, SecondPass
 from natgrad.preconditioner.statistics import Statistics
-from natgrad.preconditioner.structure import Structure, warn_of_slow_refresh
+from natgrad.preconditioner.structure import Structure
 from natgrad.preconditioner.verification import Verification, verify
 from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.policy import resolve_refresh
@@ -213,13 +213,12 @@ class Preconditioner:
         )
         self._statistics, self._decompositions = Statistics(parts), Decompositions(parts)
         self._gradients, self._second_pass = GradientStep(parts), SecondPass(parts)
-        self._detached, self._epoch_warnings = False, EpochWarnings(refresh)
+        self._detached = False
         warn_of_idle(root, curvature, structure.coverage)
         reductions.warn_of_idle(names)
         if runtime.ranks == 1:
             warn_of_combinations(covered, rule)
         warn_of_missing_process_group()
-        warn_of_slow_refresh(structure.plan, structure.coverage.layers)
         # Last, because the user may turn the warning into an error.
         check_reduction(model, runtime, gradients)
         if reduces:
@@ -311,7 +310,7 @@ class Preconditioner:
         progress.ended = perf_counter()
         parts.inspection.report()
         parts.failure_counters.check()
-        self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.groups)
+        warn_of_missing_epochs(progress.step, parts.epochs.epoch, parts.groups)
 
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
         """Check that a step may begin. Raises what `step` documents."""
@@ -349,7 +348,6 @@ class Preconditioner:
         ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective).
         """
         self.parts.epochs.next(self.parts.groups, self.parts.runtime)
-        self._epoch_warnings.epoch_ended(self.parts.progress.step)
 
     def discard(self) -> None:
         """Forget the statistics of the backward passes since the last step.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -11,11 +10,11 @@ from zlib import crc32
 
 from torch import nn
 
-from natgrad.curvature import KFAC, Curvature
+from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, declarations, gathered, replayed_statistics, statistics_of, summed
-from natgrad.distributed import CORE_SPEED, Assignment, LayerDemand, Placement, Plan, RowDemand, make_plan, narrower
+from natgrad.distributed import Assignment, LayerDemand, Placement, Plan, RowDemand, make_plan, narrower
 from natgrad.distributed.fsdp import reshard, shares
-from natgrad.errors import NatgradError, NatgradWarning
+from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Slot
 from natgrad.linalg.device import memory_of, on_host
 from natgrad.linalg.precision import Precision, at_least_float32
@@ -26,9 +25,6 @@ from natgrad.refresh import RefreshRule
 from natgrad.state import state as states
 from natgrad.state.block_group import BlockGroup, RankRole
 from natgrad.state.tensors import packed_shape, spec_dtype
-
-_SLOW_SECONDS, _SHOWN_LAYERS, _SMALLER_SIZE = 10.0, 3, 1024
-"""From how many seconds of a refresh on there is a warning, how many layers it names, what block size it suggests."""
 
 
 class Structure:
@@ -228,49 +224,3 @@ def _memory_share(layers: Sequence[tuple[Layer, Curvature]], ranks: int) -> int 
     device = layers[0][0].slots[0].parameter.device
     memory = memory_of(device)
     return None if memory is None else memory // (4 * ranks if on_host(device) else 4)
-
-
-def refresh_seconds(plan: Plan[str]) -> float:
-    """Return the estimated seconds of one refresh's decompositions on the busiest rank, for one processor core.
-
-    The estimate ignores threads, because eigendecompositions are largely bound by memory.
-    """
-    speeds = plan.placement.speed_of(plan.ranks)
-    # The plan's weights are multiply-adds, or measurements of the user in any unit.
-    unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
-    return max(plan.refresh_work(rank) / speeds[rank] for rank in range(plan.ranks)) * unit / CORE_SPEED
-
-
-def warn_of_slow_refresh(plan: Plan[str], layers: Sequence[tuple[Layer, Curvature]]) -> None:
-    """Warn, equally on all ranks, if one refresh takes longer than 10 seconds by the plan's own estimate.
-
-    On an accelerator, whose speed is unknown, there is no warning.
-    """
-    if any(not on_host(slot.parameter) for layer, _ in layers for slot in layer.slots):
-        return
-    seconds = refresh_seconds(plan)
-    if seconds <= _SLOW_SECONDS:
-        return
-    costs = {layer.key: plan.layers[layer.key].cost / CORE_SPEED for layer, _ in layers}
-    slowest = sorted(layers, key=lambda own: -costs[own[0].key])[:_SHOWN_LAYERS]
-    named = "; ".join(
-        f"{layer.name}, factors of {layer.inputs} and {layer.outputs} columns: {costs[layer.key]:.1f} s"
-        for layer, _ in slowest
-    )
-    message = (
-        f"natgrad: one refresh takes about {seconds:.0f} s by the plan's estimate for a processor core, the first in "
-        f"the first step. Most of it: {named}. {_remedies(*slowest[0])}"
-    )
-    warnings.warn(message, NatgradWarning, stacklevel=3)
-
-
-def _remedies(layer: Layer, curvature: Curvature) -> str:
-    """Return what to choose instead, for the layer that costs most."""
-    found = []
-    if isinstance(curvature, KFAC):
-        if curvature.form == "eigen":
-            found.append('KFAC(form="inverse"), about a fifth of it')
-        found.append(f"{type(curvature).__name__}(max_factor_size={_SMALLER_SIZE})")
-    found.append(f"{{{layer.name!r}: None, ...}} as the curvature, which leaves that layer to the optimizer")
-    found.append("refresh=Refresh(inverses=100) or more, for fewer refreshes")
-    return f"Choose instead {', or '.join(found)}."
