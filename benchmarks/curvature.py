@@ -58,8 +58,6 @@ METHODS: dict[str, Callable[[], Curvature]] = {
     "KFAC newton-schulz": partial(natgrad.KFAC, form="newton-schulz"),
     "KFAC, A alone": partial(natgrad.KFAC, form="inverse", sides="a"),
     "EKFAC": natgrad.EKFAC,
-    "KBFGS": natgrad.KBFGS,
-    "KBFGS, 100 pairs": partial(natgrad.KBFGS, memory=100),
     "SNGD": natgrad.SNGD,
     "HyLo, KID": lambda: natgrad.HyLo(rank=CHOSEN * _ranks(), method="kid"),
     "HyLo, KIS": lambda: natgrad.HyLo(rank=CHOSEN * _ranks(), method="kis"),
@@ -123,21 +121,16 @@ class Trainer:
         self.kept = tensor_bytes(self.device) - self.before
         self.sent = float(sum(self.preconditioner.traffic().values()))
 
-    def loss(self) -> Tensor:
-        """Return the loss, the same at each call."""
-        loss: Tensor = self.model(self.samples).mean()
-        return loss
-
     def cycle(self) -> dict[str, float]:
         """Take a step in which all is due and one in which nothing is; return the seconds of their passes and steps."""
         laps: dict[str, float] = {}
         for kind in ("due", "plain"):
             self.optimizer.zero_grad()
-            loss = self.loss()
+            loss = self.model(self.samples).mean()
             began = self.clock()
             loss.backward()
             between = self.clock()
-            self.preconditioner.step(self.loss)
+            self.preconditioner.step()
             self.optimizer.step()
             laps |= {f"{kind} pass": between - began, f"{kind} step": self.clock() - between}
         return laps

@@ -1,7 +1,6 @@
 """The bare calls of BLAS and LAPACK that a refresh of each curvature needs, on the rows of a network's layers.
 
-Warm renewals count as if their test passed: the rows of the benchmark are the same at every step. The second pass of
-K-BFGS counts as the products of its forward pass, a layer's gradients being there already.
+Warm renewals count as if their test passed: the rows of the benchmark are the same at every step.
 """
 
 from __future__ import annotations
@@ -92,18 +91,6 @@ def ekfac(layer: Layer) -> None:
     torch.mm(G.mT, A)
 
 
-def kbfgs(layer: Layer) -> None:
-    """Make A, see the rows again, and update both inverses by two products with a vector and one of rank two."""
-    A, G = layer.rows
-    torch.mm(A.mT, A)
-    torch.mm(A, A.new_ones(A.shape[1], G.shape[1]))
-    for X, factor in zip(layer.rows, layer.factors, strict=True):
-        s = X.mean(0)
-        y = torch.mv(factor, s)
-        Hy = torch.mv(factor, y)
-        torch.addr(factor, s, Hy).addr_(Hy, s)
-
-
 def sngd(layer: Layer) -> None:
     """Make the kernel and invert it."""
     layer.gram(len(layer.rows[0]))
@@ -142,7 +129,6 @@ LIMITS: dict[str, Callable[[Layer], None]] = {
     "KFAC newton-schulz": newton_schulz,
     "KFAC, A alone": inputs,
     "EKFAC": ekfac,
-    "KBFGS": kbfgs,
     "SNGD": sngd,
     "HyLo, KID": kid,
     "HyLo, KIS": kis,

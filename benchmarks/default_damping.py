@@ -2,7 +2,7 @@
 
     python -m benchmarks.default_damping [--curvature hylo] [--task digits] [--schedule cosine] [--damping 1]
 
-All else is the same for all dampings: SGD with momentum 0.9 (K-BFGS: 0, since it averages gradients itself), learning
+All else is the same for all dampings: SGD with momentum 0.9, learning
 rate 0.1 unless given, constant unless --schedule, the default KL clip, the true labels. A cell holds the mean training
 loss of the last epoch, the median over the seeds; "over best" is that of the curvature's own damping over the least of
 the row, of those that were tried. Trainings that the result file holds already are not repeated.
@@ -44,7 +44,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "kfac": {},
     "rank-one": {"inverses": 1},
     "ekfac": {},
-    "kbfgs": {"inverses": 1, "options": {"momentum": 0.0}, "curvature_options": {"sharing": "reduce"}},
 }
 """What the settings of a curvature differ in from those of all."""
 
@@ -89,8 +88,6 @@ def _fill(
     own = default_of(name)
     dampings = [math.nan] if name == SGD else sorted({*grid, own})
     for damping in dampings:
-        if name == "kbfgs" and damping >= 1:  # of which it takes the root as a share
-            continue
         found = losses.setdefault(f"{damping:g}", [])
         for seed in range(len(found), seeds):
             found.append(final_loss(name, task, damping, settings, seed))

@@ -29,9 +29,6 @@ EVERY: dict[str, Callable[..., Curvature]] = {
     "hylo kid": partial(natgrad.HyLo, rank=0.5, method="kid"),
     "hylo kis": partial(natgrad.HyLo, rank=0.5, method="kis"),
     "hylo switch": natgrad.HyLo,
-    "kbfgs": natgrad.KBFGS,
-    "kbfgs reduce": partial(natgrad.KBFGS, sharing="reduce"),
-    "kbfgs limited": partial(natgrad.KBFGS, memory=5),
 }
 """Constructors, by what tests call them."""
 
@@ -62,7 +59,7 @@ class Network(nn.Module):
 
 
 class Training:
-    """A model in training, with the second pass for those curvatures that take one."""
+    """A model in training."""
 
     def __init__(self, make, *, dtype=torch.float64, lr=0.05, fisher="empirical", **options):
         self.model = Network().to(dtype)
@@ -75,16 +72,12 @@ class Training:
 
     def precondition(self, batch, reduction="mean"):
         x, y = batch
-
-        def loss():
-            outputs = self.replica(x)
-            return cross_entropy(outputs, y, reduction=reduction), outputs
-
         self.optimizer.zero_grad()
-        value, outputs = loss()
-        self.preconditioner.backward(value, outputs)
-        self.preconditioner.step(loss)
-        return value.item()
+        outputs = self.replica(x)
+        loss = cross_entropy(outputs, y, reduction=reduction)
+        self.preconditioner.backward(loss, outputs)
+        self.preconditioner.step()
+        return loss.item()
 
     def step(self, batch):
         value = self.precondition(batch)

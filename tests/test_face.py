@@ -20,6 +20,9 @@ CHANGED = {
 }
 
 
+# What has another signature since: that in face_added.json.
+REPLACED = {"KBFGS"}
+
 # What was removed by name since (`natgrad._REMOVED` says what replaces it), and parameters that went with it.
 DROPPED = set(natgrad._REMOVED)
 DROPPED_PARAMETERS = {
@@ -27,6 +30,8 @@ DROPPED_PARAMETERS = {
     *((f"{home}Adaptive", "by") for home in ("", "refresh.")),
     *((f"{home}TraceRule", "lower") for home in ("", "refresh.")),
     ("DASO.exchange", "told"),
+    ("Preconditioner.step", "closure"),
+    ("PreconditionedOptimizer.step", "replay"),
     *(("Guard", name) for name in ("patience", "ladder")),
 }
 
@@ -41,7 +46,7 @@ def test_a_removed_name_says_what_replaces_it(name):
         getattr(natgrad, name)
 
 
-@pytest.mark.parametrize("name", [name for name in BEFORE if not is_dropped(name)])
+@pytest.mark.parametrize("name", [name for name in BEFORE if not is_dropped(name) and name not in REPLACED])
 def test_a_public_name_keeps_its_parameters_and_defaults(name):
     assert name in NOW
     expected = {
@@ -57,4 +62,4 @@ def test_a_public_name_keeps_its_parameters_and_defaults(name):
 
 def test_names_added_since_are_those_written_down():
     """After a change on purpose, write what `python -m tests.face` prints of them into face_added.json."""
-    assert {name: parameters for name, parameters in NOW.items() if name not in BEFORE} == ADDED
+    assert {name: parameters for name, parameters in NOW.items() if name not in BEFORE or name in REPLACED} == ADDED

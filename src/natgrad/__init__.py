@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AveragingError": "natgrad.errors",
     "DASO": "natgrad.averaging",
-    "KBFGS": "natgrad.curvature",
+    "KBFGS": "natgrad.kbfgs",
     "KFAC": "natgrad.curvature",
     "EKFAC": "natgrad.curvature",
     "HyLo": "natgrad.curvature",
@@ -92,7 +92,6 @@ if TYPE_CHECKING:
     from natgrad.averaging import DASO as DASO
     from natgrad.averaging import Nodes as Nodes
     from natgrad.curvature import EKFAC as EKFAC
-    from natgrad.curvature import KBFGS as KBFGS
     from natgrad.curvature import KFAC as KFAC
     from natgrad.curvature import SNGD as SNGD
     from natgrad.curvature import Curvature as Curvature
@@ -112,6 +111,7 @@ if TYPE_CHECKING:
     from natgrad.errors import CurvatureError as CurvatureError
     from natgrad.errors import NatgradError as NatgradError
     from natgrad.errors import NatgradWarning as NatgradWarning
+    from natgrad.kbfgs import KBFGS as KBFGS
     from natgrad.layers import DenseRows as DenseRows
     from natgrad.layers import Layer as Layer
     from natgrad.layers import Rows as Rows

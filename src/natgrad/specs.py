@@ -85,7 +85,6 @@ class Statistic(TensorSpec):
             ``reduction="tokens"`` each position is a sample.
         gradient_power: The degree in the output gradients: 2 for g gᵀ. The loss scale of a ``GradScaler``, known only
             in ``step()``, is divided out to this power.
-        decayed: Whether it is a running average; otherwise it is the mean of the last batch.
         combine: How the values of samples and ranks are combined: "sum", or "gather" to keep rows of samples. A
             curvature that gathers has no sums and declares these statistics: A ``(ROWS, d_in)`` of the inputs, G
             ``(ROWS, d_out)`` of the gradients, and, if `Curvature.select` returns Y, Y ``(ROWS, ROWS)`` of both. It has
@@ -96,20 +95,16 @@ class Statistic(TensorSpec):
         needs_computed: The results of tasks that `Curvature.accumulate` reads for it, such as eigenvectors. Only ranks
             that hold them can accumulate it.
         used_by_precondition: Whether `Curvature.precondition` reads its current average at each step.
-        replayed: Whether the second pass over a batch, after the optimizer's step, accumulates it again
-            (`Curvature.replay_summary`).
     """
 
     _: KW_ONLY
     source: Literal["inputs", "gradients", "both"] = "both"
     per: Literal["sample", "position"] = "sample"
     gradient_power: Literal[0, 1, 2] = 0
-    decayed: bool = True
     combine: Literal["sum", "gather"] = "sum"
     counts_positions: bool = False
     needs_computed: tuple[str, ...] = ()
     used_by_precondition: bool = False
-    replayed: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -118,7 +113,7 @@ class Statistic(TensorSpec):
             ValueError: if a value is not allowed.
         """
         super().__post_init__()
-        _check_flags(self, "decayed", "counts_positions", "used_by_precondition", "replayed")
+        _check_flags(self, "counts_positions", "used_by_precondition")
         _check_names(self, "needs_computed")
         require_one_of("source", self.source, "inputs", "gradients", "both")
         require_one_of("per", self.per, "sample", "position")
@@ -143,10 +138,6 @@ class Task:
         needs_previous: Whether it starts from its last results (`previous` of `Curvature.compute`).
         restarts: The statistics whose running averages restart when it succeeds, because they were measured with its
             old results.
-        on_every_worker: Whether every gradient worker computes it, without communication: for results that cost more
-            to send than to compute.
-        after_replay: Whether it runs after each second pass (`Curvature.replay_update`); a refresh runs it only the
-            first time.
     """
 
     name: str
@@ -157,8 +148,6 @@ class Task:
     diagonal_of: tuple[str, ...] = ()
     needs_previous: bool = False
     restarts: tuple[str, ...] = ()
-    on_every_worker: bool = False
-    after_replay: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -172,7 +161,7 @@ class Task:
         require(fits, "writes", self.writes, "a tuple of natgrad.TensorSpec")
         fits = isinstance(self.cost, (int, float)) and not isinstance(self.cost, bool) and self.cost >= 0
         require(fits, "cost", self.cost, "a number >= 0")
-        _check_flags(self, "needs_previous", "on_every_worker", "after_replay")
+        _check_flags(self, "needs_previous")
 
 
 def _check_flags(spec: object, *names: str) -> None:

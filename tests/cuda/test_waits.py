@@ -1,6 +1,6 @@
 """What a step makes the host wait for on a GPU: nothing, unless it renews."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -29,19 +29,11 @@ def test_steps_between_renewals_wait_for_nothing(make):
         training = Training(make, dtype=torch.float32, refresh=natgrad.Refresh(factors=2, inverses=4))
         for step in range(12):
             x, y = batch(step, dtype=torch.float32)
-
-            def loss(x=x, y=y):
-                outputs = training.model(x)
-                return cross_entropy(outputs, y), outputs
-
             training.optimizer.zero_grad()
-            value, outputs = loss()
-            if step % 4 == 0:
-                training.preconditioner.backward(value, outputs)
-                training.preconditioner.step(loss)
-            else:
-                with waiting_is_an_error():
-                    training.preconditioner.backward(value, outputs)
-                    training.preconditioner.step(loss)
+            outputs = training.model(x)
+            loss = cross_entropy(outputs, y)
+            with waiting_is_an_error() if step % 4 else nullcontext():
+                training.preconditioner.backward(loss, outputs)
+                training.preconditioner.step()
             training.optimizer.step()
         assert all(parameter.isfinite().all() for parameter in training.model.parameters())

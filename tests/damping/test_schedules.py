@@ -157,12 +157,3 @@ def test_a_step_verifies_with_factors():
     _, preconditioner = natural(ByKind(0.2, norms=0.1, layers={"last": 3.0}), natgrad.KFAC())
     x = torch.randn(6, 3, dtype=torch.float64)
     assert preconditioner.verify(x, lambda model, x: model(x).pow(2).sum(1).mean()).worst < 1e-12
-
-
-def test_kbfgs_takes_no_factor_that_brings_its_damping_to_one():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"damping=1\.6"):
-        natgrad.Preconditioner(
-            model, natgrad.KBFGS(), optimizer=optimizer, damping=ByKind(0.8, layers={"second": 2.0}), kl_clip=None
-        )

@@ -5,11 +5,9 @@ import torch
 from torch import nn
 
 import natgrad
-from natgrad.curvature import quasi_newton
+from natgrad import kbfgs
 from tests.dense import reference as dense
-from tests.device import here
 
-EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)
 DAMPING = 0.05
 
 
@@ -84,15 +82,6 @@ class Positions(nn.Module):
         return self.head(self.shared(self.shared(x).tanh()).tanh().mean(1))
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
-
-
 class Images(nn.Module):
     """Convolutions in two and three dimensions."""
 
@@ -118,7 +107,7 @@ def total(model, x, y):
     return nn.functional.cross_entropy(model(x), y, reduction="sum")
 
 
-def seen(model, x, y, sharing="expand"):
+def seen(model, x, y):
     """Gradients and input rows, and means of the outputs and of their gradients, of each block of each layer."""
     model = dense.twin(model)
     outputs = {name: [] for name in dense.trained_layers(model)}
@@ -128,192 +117,219 @@ def seen(model, x, y, sharing="expand"):
         )
     rows = dense.capture(model, lambda model: total(model, x, y))
     z = {name: torch.cat(own, 2).flatten(1, 2).mean(1) for name, own in outputs.items()}
-    if sharing == "reduce":
-        a, g = ({name: pool(own) for name, own in rows.items()} for pool in (lambda own: own.a.mean(2), summed))
-    else:
-        a, g = ({name: getattr(own, side).flatten(1, 2) for name, own in rows.items()} for side in "ag")
+    a, g = ({name: getattr(own, side).flatten(1, 2) for name, own in rows.items()} for side in "ag")
     return {name: own.gradient() for name, own in rows.items()}, a, z, {name: own.mean(1) for name, own in g.items()}
 
 
-def summed(rows):
-    return rows.g.sum(2)
+def held(optimizer, module):
+    """Return the two inverses of a layer."""
+    state = optimizer.state[module.weight]
+    if "S" not in state:
+        return state["H_A"], state["H_G"]
+    unit = torch.eye(state["S"].shape[-1]).to(state["S"]).expand(len(state["S"]), -1, -1)
+    return state["H_A"], kbfgs.Compact(state["S"], state["Y"]).multiply(unit)
 
 
-def held(preconditioner, name):
-    blocks = here(preconditioner.state_dict()["blocks"])[name if name.endswith("]") else f"{name}.weight"]
-    if "S" not in blocks:
-        return blocks["H_A"], blocks["H_G"]
-    unit = torch.eye(blocks["S"].shape[-1]).to(blocks["S"]).expand(len(blocks["S"]), -1, -1)
-    return blocks["H_A"], quasi_newton.Compact(blocks["S"], blocks["Y"]).multiply(unit)
+def step(optimizer, model, x, y, pieces=1):
+    """Take a step on a batch, in equal pieces."""
+
+    def closure():
+        optimizer.zero_grad()
+        losses = [total(model, *piece) / len(x) for piece in zip(x.chunk(pieces), y.chunk(pieces), strict=True)]
+        for loss in losses:
+            loss.backward()
+        return sum(losses).detach()
+
+    return optimizer.step(closure)
 
 
 @pytest.mark.pairs
+@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("limit", [None, 3, 100])
-@pytest.mark.parametrize("intervals", [(1, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("network", [Positions, Images])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_steps_equal_the_reference(network, intervals, limit, sharing):
+def test_steps_equal_the_reference(network, limit, pieces):
     model = network().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
-    refresh = natgrad.Refresh(factors=intervals[0], inverses=intervals[1])
-    curvature = natgrad.KBFGS(memory=limit, sharing=sharing)
-    preconditioner = natgrad.Preconditioner(
-        model, curvature, optimizer=optimizer, damping=DAMPING, kl_clip=None, refresh=refresh
-    )
-    references, last_capture = {}, -1
-    for step in range(9):
-        x, y = batch(step, 2 if network is Images else 4)
-        gradients, a, z, g = seen(model, x, y, sharing)
+    optimizer = natgrad.KBFGS(model, lr=0.2, damping=DAMPING, memory=limit)
+    layers, references = dict(dense.trained_layers(model)), {}
+    for number in range(9):
+        x, y = batch(number, 2 if network is Images else 4)
+        gradients, a, z, g = seen(model, x, y)
         if not references:
             shapes = {name: W.shape for name, W in gradients.items()}
             references = {
                 name: [Reference(o, i, DAMPING, limit) for _ in range(n)] for name, (n, o, i) in shapes.items()
             }
-        captures, renews = step % intervals[0] == 0, step % intervals[1] == 0
-        expected = {}
+        before, expected = dense.twin(model), {}
         for name, W in gradients.items():
             for block, reference in enumerate(references[name]):
-                if captures:
-                    reference.capture(a[name][block])
-                if renews:
-                    reference.renew()
+                reference.capture(a[name][block])
+                reference.renew()
             expected[name] = torch.stack([one.direction(W[block]) for block, one in enumerate(references[name])])
-        optimizer.zero_grad()
-        (total(model, x, y) / len(x)).backward()
-        preconditioner.step(lambda x=x, y=y: total(model, x, y) / len(x))
-        dense.assert_equal(dense.gradients(model), expected, 1e-9)
-        optimizer.step()
-        _, _, z_after, g_after = seen(model, x, y, sharing)
-        last_renewal = step - step % intervals[1]
+        loss = step(optimizer, model, x, y, pieces)
+        torch.testing.assert_close(loss, total(before, x, y).detach() / len(x))
+        for moved, start in zip(model.parameters(), before.parameters(), strict=True):
+            start.grad = (start.detach() - moved.detach()) / 0.2
+        dense.assert_equal(dense.gradients(before), expected, 1e-9)
+        _, _, z_after, g_after = seen(model, x, y)
         for name, own in references.items():
             for block, reference in enumerate(own):
-                if captures:
-                    reference.replay((z_after[name] - z[name])[block], (g_after[name] - g[name])[block])
-                    if last_renewal > last_capture:
-                        reference.update_outputs()
-            H_A, H_G = held(preconditioner, name)
+                reference.replay((z_after[name] - z[name])[block], (g_after[name] - g[name])[block])
+                reference.update_outputs()
+            H_A, H_G = held(optimizer, layers[name])
             dense.assert_equal({"A": H_A}, {"A": torch.stack([one.H_A for one in own])}, 1e-9)
             dense.assert_equal({"G": H_G}, {"G": torch.stack([one.H_G for one in own])}, 1e-9)
-        last_capture = step if captures else last_capture
 
 
-def changes(model, shape, steps, dtype, layers, **options):
-    """How far the inverses of the outputs of some layers are from the identity after a few steps."""
-    model = model.to(torch.promote_types(dtype, torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    preconditioner = natgrad.Preconditioner(
-        model, natgrad.KBFGS(**options), optimizer=optimizer, damping=1e-3, refresh=EVERY_STEP
-    )
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(shape, generator=generator).to(next(model.parameters())) + 0.3
-        y = torch.randint(3, shape[:1], generator=generator)
-
-        def loss(x=x, y=y):
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-                return nn.functional.cross_entropy(model(x), y)
-
-        optimizer.zero_grad()
-        loss().backward()
-        preconditioner.step(loss)
-        optimizer.step()
-    inverses = [held(preconditioner, layer)[1][0] for layer in layers]
-    return [float((H - torch.eye(len(H)).to(H)).norm()) for H in inverses]
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("memory", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_in_front_of_a_batch_normalisation_no_pair_is_made_of_rounding(dtype, memory, sharing):
+def test_in_front_of_a_batch_normalisation_no_pair_is_made_of_rounding(dtype, memory):
     """Nothing changes when all outputs shift alike, so that mean(g) is zero but for rounding, and y is nothing else."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(2), nn.AvgPool1d(64), nn.Flatten(),
         nn.Linear(5, 3),
-    )  # fmt: skip
-    convolution, head = changes(model, (32, 2, 8, 8), 6, dtype, ("0", "6"), memory=memory, sharing=sharing)
-    assert convolution == 0
-    assert head > 0.1
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("memory", [None, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_of_the_keys_of_attention_no_pair_is_made_of_rounding(dtype, memory, sharing):
-    """A softmax does not see what all keys share, so that their gradients cancel within each sample."""
-    torch.manual_seed(0)
-    layers = [f"attention.in_proj_weight[{name}]" for name in ("query", "key", "value")]
-    query, key, value = changes(Attention(), (8, 5, 6), 4, dtype, layers, memory=memory, sharing=sharing)
-    assert key == 0
-    assert min(query, value) > 0.1
+    ).to(torch.promote_types(dtype, torch.float32))  # fmt: skip
+    optimizer = natgrad.KBFGS(model, lr=0.3, memory=memory)
+    for number in range(6):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn((32, 2, 8, 8), generator=generator).to(next(model.parameters())) + 0.3
+        y = torch.randint(3, (32,), generator=generator)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            step(optimizer, model, x, y)
+    convolution, head = (held(optimizer, module)[1][0] for module in (model[0], model[-1]))
+    assert torch.equal(convolution, torch.eye(5).to(convolution))
+    assert (head - torch.eye(3).to(head)).norm() > 0.1
 
 
 @pytest.mark.values
 @pytest.mark.parametrize("memory", [None, 6])
-@pytest.mark.parametrize(("dtype", "steps"), [(torch.float64, 150), (torch.float32, 150)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("rank", [1, 5])
-def test_inverses_stay_positive_definite(dtype, steps, rank, memory):
+def test_inverses_stay_positive_definite(dtype, rank, memory):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preconditioner = natgrad.Preconditioner(
-        model, natgrad.KBFGS(memory=memory), optimizer=optimizer, damping=1e-3, refresh=EVERY_STEP
-    )
+    optimizer = natgrad.KBFGS(model, lr=0.05, damping=1e-3, memory=memory)
     generator = torch.Generator().manual_seed(1)
     basis = torch.randn(rank, 5, generator=generator).to(dtype)
-    for step in range(steps):
-        x = torch.randn(4, rank, generator=generator).to(dtype) @ basis * 10 ** (step % 3 - 1)
-        y = torch.randint(3, (4,), generator=generator)
-
-        def loss(x=x, y=y):
-            return nn.functional.cross_entropy(model(x), y)
-
-        optimizer.zero_grad()
-        loss().backward()
-        preconditioner.step(loss)
-        optimizer.step()
-        for name in ("0", "2", "4"):
-            for H in held(preconditioner, name):
+    for number in range(150):
+        x = torch.randn(4, rank, generator=generator).to(dtype) @ basis * 10 ** (number % 3 - 1)
+        step(optimizer, model, x, torch.randint(3, (4,), generator=generator))
+        for module in model[::2]:
+            for H in held(optimizer, module):
                 assert torch.linalg.eigvalsh((H + H.mT).double() / 2).min() > 0
                 assert (H - H.mT).norm() <= (0 if memory is None else 1e-4) * H.norm() or H.shape[-1] == 1
-    assert preconditioner.metrics()["failed_decompositions"] == 0
 
 
-def losses_around(spiked, *, memory, inputs=1.0, gain=1.0, activation=nn.ReLU):
-    """Train on batches, some of them with scaled inputs or a scaled loss; the losses after the last of these."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 32), activation(), nn.Linear(32, 32), activation(), nn.Linear(32, 5))
-    teacher, generator = torch.randn(20, 5), torch.Generator().manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preconditioner = natgrad.Preconditioner(
-        model, natgrad.KBFGS(memory=memory), optimizer=optimizer, damping=0.1, kl_clip=None, refresh=EVERY_STEP
-    )
-    losses = []
-    for step in range(50):
-        x = torch.randn(32, 20, generator=generator)
-        y, scale = (x @ teacher).argmax(1), gain if step in spiked else 1.0
-        x = x * inputs if step in spiked else x
+class Mixed(nn.Module):
+    """A layer whose weight is tied, parameters of other kinds, and a frozen bias."""
 
-        def loss(x=x, y=y, scale=scale):
-            return nn.functional.cross_entropy(model(x), y) * scale
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.tied, self.again, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.again.weight = self.tied.weight
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head.bias.requires_grad_(False)
 
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        preconditioner.step(loss)
-        optimizer.step()
-        losses.append(float(value.detach()))
-    return losses[max(spiked) + 1 :], preconditioner.metrics()
+    def forward(self, x):
+        x = self.norm(self.first(self.drop(x))).relu_()
+        return self.head(self.again(self.tied(x)) * self.scale)
 
 
-@pytest.mark.values
-@pytest.mark.parametrize("memory", [None, 10])
-def test_one_batch_of_another_scale_changes_little(memory):
-    losses, metrics = losses_around({30}, memory=memory, gain=1e3)
-    usual, untouched = losses_around({30}, memory=memory)
-    assert max(losses) < 1.2 * max(usual)
-    assert metrics["bounded_gradients"] == 3
-    assert untouched["skipped_factors"] == untouched["bounded_gradients"] == untouched["failed_decompositions"] == 0
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_other_parameters_move_as_by_sgd(momentum):
+    model = Mixed().double()
+    optimizer = natgrad.KBFGS(model, lr=0.1, momentum=momentum)
+    others = dict(model.named_parameters())
+    for name in ("first.weight", "first.bias", "head.weight", "head.bias"):
+        del others[name]
+    copies = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in others.items()}
+    sgd = torch.optim.SGD(copies.values(), lr=0.1, momentum=momentum, dampening=momentum)
+    for _ in range(4):
+        x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
+        step(optimizer, model, x, y)
+        for name, copy in copies.items():
+            copy.grad = others[name].grad.clone()  # the second evaluation does not change it
+        sgd.step()
+        dense.assert_equal(others, copies, 1e-12)
+    assert torch.equal(model.head.bias, Mixed().double().head.bias)
+
+
+def test_the_second_evaluation_repeats_the_random_numbers_and_leaves_no_trace():
+    model = Mixed().double()
+    optimizer, masks = natgrad.KBFGS(model, lr=0.1), []
+    model.drop.register_forward_hook(lambda module, args, output: masks.append(output.detach() != 0))
+    step(optimizer, model, torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,)))
+    first, second = masks
+    assert torch.equal(first, second)
+    assert model.norm.num_batches_tracked == 1
+    assert not any(module._forward_hooks for module in model.modules() if module is not model.drop)
+
+
+@pytest.mark.parametrize("memory", [None, 2])
+def test_a_resumed_run_continues_bit_by_bit(tmp_path, memory):
+    def run(model, optimizer, numbers):
+        for number in numbers:
+            step(optimizer, model, *batch(number))
+
+    straight, first, second = Positions().double(), Positions().double(), Positions().double()
+    run(straight, natgrad.KBFGS(straight, lr=0.2, memory=memory), range(8))
+    optimizer = natgrad.KBFGS(first, lr=0.2, memory=memory)
+    run(first, optimizer, range(4))
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    resumed = natgrad.KBFGS(second, lr=0.7)
+    second.load_state_dict(state["model"])
+    resumed.load_state_dict(state["optimizer"])
+    run(second, resumed, range(4, 8))
+    dense.assert_equal(second.state_dict(), straight.state_dict(), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"factor_decay": -0.1}, "factor_decay=-0.1"),
+        ({"pair_decay": 1}, "pair_decay=1"),
+        ({"damping": 1.0}, "damping=1.0"),
+        ({"memory": 0}, "memory=0"),
+        ({"max_factor_size": 0}, "max_factor_size=0"),
+        ({"model": nn.Linear(2, 2).bfloat16()}, r"model=\['torch.bfloat16'\]"),
+        ({"model": nn.LayerNorm(2)}, "model='LayerNorm'"),
+        ({"model": nn.Sequential()}, "model='Sequential'"),
+        ({"max_factor_size": 2}, "model='Linear'"),
+        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "model='Linear'"),
+    ],
+)
+def test_arguments_that_are_not_allowed(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message} is not allowed"):
+        natgrad.KBFGS(**({"model": nn.Linear(2, 2), "lr": 0.1} | arguments))
+
+
+def test_several_ranks_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"^ranks=2 is not allowed: .*one process"):
+        natgrad.KBFGS(nn.Linear(2, 2), lr=0.1)
+
+
+def test_closures_that_cannot_be_used():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, sizes = natgrad.KBFGS(model, lr=0.1), iter([4, 5])
+    with pytest.raises(ValueError, match=r"^closure=None"):
+        optimizer.step(None)
+    with pytest.raises(natgrad.NatgradError, match="call the model"):
+        optimizer.step(lambda: other(torch.ones(3, 2)).sum().backward())
+    with pytest.raises(natgrad.NatgradError, match="another batch"):
+        optimizer.step(lambda: model(torch.ones(next(sizes), 2)).sum().backward())
+
+
+def test_the_preconditioner_refers_to_the_optimizer():
+    for curvature in ("kbfgs", {"*": "kbfgs"}):
+        with pytest.raises(ValueError, match=r"natgrad\.KBFGS\(model, lr=\.\.\.\)"):
+            natgrad.Preconditioner(nn.Linear(2, 2), curvature)
 
 
 def quadratic(size, seed):
@@ -323,15 +339,13 @@ def quadratic(size, seed):
 
 
 def test_a_fixed_factor_keeps_its_inverse():
-    curvature, A = natgrad.KBFGS(), quadratic(6, 0)
+    A, shift = quadratic(6, 0), DAMPING**0.5
     generator = torch.Generator().manual_seed(1)
-    inverse = torch.linalg.inv(A + DAMPING**0.5 * torch.eye(6).double())
-    before = {"H_A": inverse}
+    H = inverse = torch.linalg.inv(A + shift * torch.eye(6).double())
     for _ in range(20):
         a = torch.randn(2, 6, generator=generator, dtype=torch.float64)
-        before, fine = curvature.compute("A", {"A": A, "a": a}, DAMPING, before)
-        assert fine.all()
-    dense.assert_equal(before, {"H_A": inverse}, 1e-12)
+        H = kbfgs.update_inputs(A, a, shift, H)
+    dense.assert_equal({"H": H}, {"H": inverse}, 1e-12)
 
 
 def test_exact_pairs_lead_to_the_inverse():
@@ -339,11 +353,11 @@ def test_exact_pairs_lead_to_the_inverse():
     A = quadratic(6, 2)
     H, gradient = torch.eye(6).double().expand(2, 6, 6), quadratic(6, 3)[:, 0]
     for _ in range(6):
-        direction = quasi_newton.multiply(H, gradient)
-        A_direction = quasi_newton.multiply(A, direction)
-        rate = quasi_newton.inner(direction, gradient) / quasi_newton.inner(direction, A_direction)
+        direction = kbfgs.multiply(H, gradient)
+        A_direction = kbfgs.multiply(A, direction)
+        rate = kbfgs.inner(direction, gradient) / kbfgs.inner(direction, A_direction)
         s, y = rate[:, None] * direction, rate[:, None] * A_direction
-        H, gradient = quasi_newton.bfgs(H, s, y), gradient - y
+        H, gradient = kbfgs.bfgs(H, s, y), gradient - y
     dense.assert_equal({"H": H}, {"H": torch.linalg.inv(A)}, 1e-8)
 
 
@@ -353,10 +367,10 @@ def test_a_long_memory_is_the_whole_matrix():
     H = torch.eye(7).double().expand(2, 7, 7)
     for _ in range(10):
         s, y = torch.randn(2, 2, 7, generator=generator, dtype=torch.float64)
-        s, y = quasi_newton.damped(s, y, quasi_newton.multiply(H, y), 0.1)
-        H, S, Y = quasi_newton.bfgs(H, s, y), quasi_newton.append(S, s), quasi_newton.append(Y, y)
+        s, y = kbfgs.damped(s, y, kbfgs.multiply(H, y), 0.1)
+        H, S, Y = kbfgs.bfgs(H, s, y), kbfgs.append(S, s), kbfgs.append(Y, y)
         X = torch.randn(2, 7, 4, generator=generator, dtype=torch.float64)
-        dense.assert_equal({"HX": quasi_newton.Compact(S, Y).multiply(X)}, {"HX": H @ X}, 1e-12)
+        dense.assert_equal({"HX": kbfgs.Compact(S, Y).multiply(X)}, {"HX": H @ X}, 1e-12)
 
 
 @pytest.mark.parametrize("sign", [1, -1, 0])
@@ -366,33 +380,31 @@ def test_damped_pairs_have_curvature(sign):
         H = quadratic(5, int(torch.randint(1000, (), generator=generator)))
         s, y = torch.randn(2, 2, 5, generator=generator, dtype=torch.float64)
         y = sign * y.abs() * s.sign()
-        s, y = quasi_newton.damped(s, y, quasi_newton.multiply(H, y), 0.3)
-        assert (quasi_newton.inner(s, y) >= 0.3 * (1 - 1e-12) * quasi_newton.inner(s, s)).all()
+        s, y = kbfgs.damped(s, y, kbfgs.multiply(H, y), 0.3)
+        assert (kbfgs.inner(s, y) >= 0.3 * (1 - 1e-12) * kbfgs.inner(s, s)).all()
 
 
 def test_lost_definiteness_begins_anew():
-    curvature = natgrad.KBFGS()
     broken = torch.diag(torch.tensor([-1.0, 1, 1])).double().expand(2, 3, 3)
-    unit = torch.eye(3).double()
+    unit, shift = torch.eye(3).double(), DAMPING**0.5
     s, seen = torch.tensor([[1.0, 1, 0], [0, 1, 1]]).double(), torch.tensor([[1.0, 0, 0], [0, 1, 0]]).double()
-    made, fine = curvature.compute("G", {"s": s, "y": seen}, DAMPING, {"H_G": broken})
-    assert fine.all()
-    H = made["H_G"]
+    H = kbfgs.update_matrix(broken, s, seen, mu=shift)
     dense.assert_equal({"H": H[0]}, {"H": update(unit, s[0], seen[0])}, 1e-12)
     assert torch.linalg.eigvalsh(H[1]).min() < 0  # it was not seen in that direction
 
     A = quadratic(3, 7)
-    made, fine = curvature.compute("A", {"A": A, "a": seen}, DAMPING, {"H_A": broken})
-    assert fine.all()
-    H = made["H_A"]
-    dense.assert_equal({"H": H[0]}, {"H": torch.linalg.inv(A[0] + DAMPING**0.5 * unit)}, 1e-12)
+    H = kbfgs.update_inputs(A, seen, shift, broken)
+    dense.assert_equal({"H": H[0]}, {"H": torch.linalg.inv(A[0] + shift * unit)}, 1e-12)
 
 
-@pytest.mark.parametrize("memory", [None, 3])
-def test_pairs_without_numbers_are_refused(memory):
-    curvature = natgrad.KBFGS(memory=memory)
-    s, y = torch.ones(2, 4), torch.ones(2, 4)
-    before, _ = curvature.compute("G", {"s": 0 * s, "y": 0 * y}, DAMPING)
+def test_pairs_without_numbers_change_nothing():
+    s, y = torch.ones(2, 4), 2 * torch.ones(2, 4)
     y[1] = float("nan")
-    _, fine = curvature.compute("G", {"s": s, "y": y}, DAMPING, before)
-    assert fine.tolist() == [True, False]
+    H = torch.eye(4).repeat(2, 1, 1)
+    updated = kbfgs.update_matrix(H, s, y, mu=0.3)
+    assert torch.equal(updated[1], H[1])
+    assert not torch.equal(updated[0], H[0])
+    S, Y = kbfgs.update_memory(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), s, y, mu=0.3)
+    assert not S[1].any()
+    assert not Y[1].any()
+    assert torch.equal(Y[0, -1], y[0])

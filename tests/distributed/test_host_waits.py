@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import natgrad
-from tests.distributed.jobs import Job, Training, batch, network, share
+from tests.distributed.jobs import Job, Training, batch, share
 
 READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "unique_consecutive", "masked_select"}
 ON_THE_CPU_ALONE = {
@@ -95,25 +95,3 @@ def test_a_plain_step_waits_for_nothing(ranks, way):
     for found in ranks.run(2, read_in_steps, *WAYS[way]):
         assert found[0]  # the first one checks what ranks have, and renews
         assert [places for step, places in enumerate(found) if step % 5] == [[]] * 6
-
-
-def read_in_second_passes():
-    """K-BFGS with layers of many shapes: as many stacks."""
-    model = torch.nn.Sequential(network(), torch.nn.Linear(3, 4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preconditioner = natgrad.Preconditioner(
-        model, natgrad.KBFGS(), optimizer=optimizer, damping=0.05, gradients="reduce"
-    )
-    for step in range(3):
-        x, y = (share(tensor) for tensor in batch(step))
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        preconditioner.step(lambda x=x, y=y: cross_entropy(model(x), y))
-        with Reads() as reads:
-            optimizer.step()
-    return [place for place in reads.waits() if place[0] == "second_pass.py"]
-
-
-def test_a_second_pass_is_waited_for_once(ranks):
-    for found in ranks.run(2, read_in_second_passes):
-        assert len(found) == 1

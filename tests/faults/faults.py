@@ -352,30 +352,13 @@ _add(
     "double_damping",
     "K-BFGS leaves out the second of its two dampings, which keeps sᵀy above a share of sᵀs.",
     "dense/test_kbfgs.py::test_damped_pairs_have_curvature",
-    ("curvature.quasi_newton:damped", "return s, theta * y + (1 - theta) * s", "return s, y"),
+    ("kbfgs:damped", "return s, theta * y + (1 - theta) * s", "return s, y"),
 )
 _add(
     "gradient_average_correction",
     "K-BFGS does not correct its running average of the gradient for its beginning.",
     "dense/test_kbfgs.py::test_steps_equal_the_reference",
-    (
-        "curvature.kbfgs:KBFGS.precondition",
-        'state["W"] / state["share"].clamp(min=torch.finfo(gradient.dtype).tiny)[:, None, None]',
-        'state["W"]',
-    ),
-)
-
-_add(
-    "outlier_gradients",
-    "K-BFGS takes gradients over 30 times as long as Ŵ into Ŵ without scaling them down.",
-    "dense/test_kbfgs.py::test_one_batch_of_another_scale_changes_little",
-    ("state.block_group:BlockGroup._bounded", "return gradient * scale[:, None, None]", "return gradient"),
-)
-_add(
-    "outlier_pairs",
-    "K-BFGS takes the pair of a batch whose gradient it has scaled down.",
-    "dense/test_kbfgs.py::test_one_batch_of_another_scale_changes_little",
-    ("preconditioner.second_pass:SecondPass._learn", "seen & ~group.failures.bounded[blocks]", "seen"),
+    ("kbfgs:KBFGS._move_layer", 'state["W"] / state["W_weight"]', 'state["W"]'),
 )
 
 # --- When: intervals, rules, checkpoints --------------------------------------------------------
@@ -405,7 +388,7 @@ _add(
 _add(
     "scaler_skip",
     "Statistics of a step that the GradScaler skips are folded into the running averages.",
-    "test_second_pass.py::test_a_loss_scaler_changes_nothing_and_may_skip_a_step test_scaling.py dense/test_scale.py",
+    "test_scaling.py dense/test_scale.py",
     (
         "preconditioner.refresh.averages:update_averages",
         "seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)",

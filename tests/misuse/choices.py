@@ -10,7 +10,6 @@ import natgrad
 CURVATURES = {
     "kfac": natgrad.KFAC,
     "ekfac": natgrad.EKFAC,
-    "kbfgs": natgrad.KBFGS,
     "sngd": natgrad.SNGD,
     "hylo": natgrad.HyLo,
     "rank-one": natgrad.RankOne,
@@ -34,11 +33,11 @@ REFRESHES = {
 
 PAIRS_THAT_DO_NOT_WORK = {
     *((("curvature", "ekfac"), ("placement", name)) for name in ("mem-opt", "hybrid:0.5", "reduce-scatter")),
-    *((("curvature", name), ("placement", "background")) for name in ("kbfgs", "sngd", "hylo")),
+    *((("curvature", name), ("placement", "background")) for name in ("sngd", "hylo")),
     *((("placement", name), ("refresh", "sides")) for name in ("pipelined", "background")),
     *(
         (("curvature", curvature), ("refresh", name))
-        for curvature in ("kbfgs", "sngd", "hylo")
+        for curvature in ("sngd", "hylo")
         for name in ("sides", "measured")
     ),
     (("curvature", "rank-one"), ("refresh", "sides")),

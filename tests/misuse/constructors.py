@@ -26,20 +26,17 @@ def train(model, preconditioner=None, optimizer=None, before=lambda: None, after
     """Take two steps on one batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if optimizer is None else optimizer
     x, y = torch.linspace(-1, 1, 12).view(4, 3), torch.tensor([0, 1, 1, 0])
-
-    def loss():
-        return nn.functional.cross_entropy(model(x), y)
-
     for _ in range(2):
         optimizer.zero_grad()
+        outputs = model(x)
+        loss = nn.functional.cross_entropy(outputs, y)
         if preconditioner is None:
-            loss().backward()
+            loss.backward()
         else:
-            outputs = model(x)
-            preconditioner.backward(nn.functional.cross_entropy(outputs, y), outputs)
+            preconditioner.backward(loss, outputs)
         before()
         if preconditioner is not None:
-            preconditioner.step(loss)
+            preconditioner.step()
         optimizer.step()
         after()
 
@@ -58,6 +55,19 @@ def use_preconditioner(preconditioner):
 
 def use_curvature(curvature):
     preconditioned(curvature=curvature, damping=0.01)
+
+
+def use_kbfgs(optimizer):
+    model = optimizer._model
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
 
 
 def use_refresh(rule):
@@ -187,8 +197,9 @@ CASES = {
     ),
     **{
         name: Case(getattr(natgrad, name), use_curvature, dict)
-        for name in ("KFAC", "EKFAC", "KBFGS", "SNGD", "HyLo", "RankOne", "Spectral", "UnitWise")
+        for name in ("KFAC", "EKFAC", "SNGD", "HyLo", "RankOne", "Spectral", "UnitWise")
     },
+    "KBFGS": Case(natgrad.KBFGS, use_kbfgs, lambda: {"model": network(), "lr": 0.1}),
     **{
         name: Case(getattr(natgrad, name), use_refresh, fixed(valid))
         for name, valid in {

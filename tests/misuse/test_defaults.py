@@ -13,7 +13,6 @@ from natgrad.damping import ByKind
 DEFAULTS = {
     natgrad.KFAC: 1e-3,
     natgrad.EKFAC: 1e-3,
-    natgrad.KBFGS: 1e-3,
     natgrad.RankOne: 0.1,
     natgrad.UnitWise: 1e-3,
     natgrad.SNGD: 0.1,
@@ -60,7 +59,6 @@ def test_each_curvature_has_a_default_damping(kind):
 NAMES = {
     "kfac": natgrad.KFAC,
     "ekfac": natgrad.EKFAC,
-    "kbfgs": natgrad.KBFGS,
     "sngd": natgrad.SNGD,
     "hylo": natgrad.HyLo,
     "rank-one": natgrad.RankOne,

@@ -116,9 +116,7 @@ def test_a_rule_that_always_renews_is_a_fixed_interval(name):
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in EVERY if "kbfgs" not in name and "hylo" not in name and name != "sngd"]
-)
+@pytest.mark.parametrize("name", [name for name in EVERY if "hylo" not in name and name != "sngd"])
 @pytest.mark.parametrize("rule", [natgrad.TraceRule(), natgrad.DriftRule(0.1)])
 def test_rules_go_with_every_curvature_of_sums(name, rule):
     training, _ = run(natgrad.Adaptive(rule, inverses=2), 5, EVERY[name])

@@ -157,7 +157,6 @@ def test_a_state_of_one_clock_is_taken_by_two():
 @pytest.mark.parametrize(
     ("curvature", "placement"),
     [
-        (natgrad.KBFGS(), "comm-opt"),
         (natgrad.SNGD(), "comm-opt"),
         (natgrad.KFAC(sharing="reduce"), "comm-opt"),
         (natgrad.KFAC(), "pipelined"),

@@ -307,8 +307,7 @@ class Factors(AveragedTensors):
     """The running averages of a preconditioner's factors with their bias corrections.
 
     Each node computes factors from its batches, and a block may have statistics on some nodes only. Statistics that
-    depend on the node's eigenbasis (`Task.restarts`) or on the last batch only (`Statistic.decayed` is False) are not
-    averaged.
+    depend on the node's eigenbasis (`Task.restarts`) are not averaged.
     """
 
     def __init__(self, exchange: Exchange, preconditioner: Preconditioner) -> None:
@@ -322,7 +321,7 @@ class Factors(AveragedTensors):
         Groups without statistics yet are included with weight 0, since another node may have some.
         """
         for group in self._preconditioner.parts.groups:
-            names = [spec.name for spec in group.statistics if spec.decayed and spec.name not in group.restarting]
+            names = [spec.name for spec in group.statistics if spec.name not in group.restarting]
             if group.role.keeps_averages and names:
                 group.allocate_averages()
                 yield group, group.weights, names
@@ -344,7 +343,7 @@ class Factors(AveragedTensors):
             smallest = torch.finfo(weight.dtype).tiny
             gain = torch.where(weight > 0, merged_weights[0] / weight.clamp(min=smallest), 1)
             for spec in group.statistics:
-                if spec.name not in names and spec.decayed:
+                if spec.name not in names:
                     value = group.averages.read(spec.name, slice(None))
                     group.averages.write(spec.name, slice(None), value * along(gain, value.ndim - 1))
             torch._foreach_copy_(weights, merged_weights)

@@ -20,10 +20,9 @@ from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.layer_calls import LayerCall, Pooled, Saved, outline
 from natgrad.capture.loss_terms import LossTerms
-from natgrad.capture.model_hooks import ForwardPass, ForwardPasses, Samples, warn_of_others
+from natgrad.capture.model_hooks import ForwardPasses, Samples, warn_of_others
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.reductions import Count, Reductions
-from natgrad.capture.repetition import Recording, Repetition
 from natgrad.capture.rows import RowBuffer
 from natgrad.capture.sources import Source
 from natgrad.capture.sums import SampleCount, StatisticsBuffer
@@ -41,7 +40,7 @@ from natgrad.state.block_group import BlockGroup, LayerBlocks
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-_REENTRANT = "sampled labels and second passes (K-BFGS) need checkpoint(..., use_reentrant=False)"
+_REENTRANT = "sampled labels need checkpoint(..., use_reentrant=False)"
 
 
 class Capture:
@@ -76,10 +75,7 @@ class Capture:
         self.fills = False
         self.wanted = True
         self.captured: set[str] = set()
-        self._replayed: set[str] = set()  # captured layers whose curvature needs a second pass
-        self._recording: Recording | None = None
         self._sampling = False  # whether the current backward pass is that of sampled labels
-        self._replaying = False  # whether the passes belong to a second pass over a batch
         self._has_sampled = False  # whether labels were sampled since the last step
         self.sums = StatisticsBuffer([], fused=False)
         self.rows = RowBuffer([], None)
@@ -96,23 +92,15 @@ class Capture:
                 self._members[member.layer.name] = (group, member)
                 if group.role.accumulates:
                     self.captured.add(member.layer.name)
-                    self._replayed |= {member.layer.name} if group.replayed_statistics else set()
         self.audit.attach([member.layer for _, member in self._members.values()])
-        self._record()
         if any(group.curvature.likelihood is not None for group in groups):
             compiled.allow_two_passes()
 
     def detach(self) -> None:
         """Stop capturing."""
-        for known in (self._members, self.captured, self._replayed, self._pooled, self._uses):
+        for known in (self._members, self.captured, self._pooled, self._uses):
             known.clear()
         self.sums.abandon()
-
-    def _record(self) -> None:
-        """Start to record the passes of the next step, if they will be repeated."""
-        repeats = self.wanted and self._replayed
-        self._recording = Recording(self._root) if repeats else None
-        self.forward.on_begin = None if self._recording is None else self._recording.begin
 
     @property
     def backwards(self) -> dict[int, int]:
@@ -194,13 +182,9 @@ class Capture:
         """
         self._has_sampled = self._sampling = True
         try:
-            differentiate_to(outputs, score.to(outputs.dtype), self._target_edges, retain=True)
+            differentiate_to(outputs, score.to(outputs.dtype), self._target_edges)
         finally:
             self._sampling = False
-
-    def replayed_pass(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Differentiate the loss of a repetition, times `scale`. ``.grad`` does not change."""
-        differentiate_to(loss, torch.ones_like(loss) * scale, self._target_edges, retain=False)
 
     def _target_edges(self, below: set[Node]) -> list[GradientEdge]:
         """Return the edges of the graph by which to differentiate so that the pass reaches every use of the layers."""
@@ -211,7 +195,7 @@ class Capture:
         # A compiled graph has no node for a layer: differentiate by the layer's parameters.
         for name in self.captured - seen:
             group, member = self._members[name]
-            if group.curvature.likelihood is not None or self._replaying:
+            if group.curvature.likelihood is not None:
                 slots = [slot for slot in member.layer.slots if slot.parameter.requires_grad]
                 edges = [get_gradient_edge(slot.parameter) for slot in slots]
                 ends += [edge for edge in edges if edge.node in below]
@@ -227,7 +211,6 @@ class Capture:
         self.wanted, self.rows.wanted, self._has_sampled = wanted, rows, False
         self.discard()
         self.sums.choose(sides if wanted else self.sums.sides)
-        self._record()
         self.sums.note_basis_versions()
 
     def discard(self) -> None:
@@ -240,18 +223,6 @@ class Capture:
         self.audit.forget()
         self.sums.reset()
         self.rows.reset()
-
-    def recorded(self) -> list[ForwardPass]:
-        """Return the recorded forward passes of the losses since the last step."""
-        return [] if self._recording is None else self._recording.of(self.backwards)
-
-    def replaying(self, groups: list[BlockGroup], sums: StatisticsBuffer, repetition: Repetition) -> Capture:
-        """Return a capture that adds repetitions of the recorded passes to `sums`, without repeating warnings."""
-        replay = Capture(self._root, reductions=self._reductions, counts_samples=False, audit=GradientAudit(off=True))
-        replay._terms, replay._replaying = self._terms.for_replay(), True
-        replay.attach(groups, sums, RowBuffer([], None))
-        replay.forward.on_begin = repetition.begin
-        return replay
 
     # --- During passes ------------------------------------------------------------------------------------------
 
@@ -277,11 +248,11 @@ class Capture:
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
             forward.note(name, layer.positions(output))
-        size, output = output.shape, _viewed(output)
+        size, output = output.shape, viewed(output)
         output.register_hook(lambda gradient: self._take_gradient(use, gradient.reshape(size)))
         if curvature.sum_positions:
             self._uses.setdefault(name, weakref.WeakSet()).add(use)
-        if wanted and (curvature.likelihood is not None or self._replaying) and outer_task == -1:
+        if wanted and curvature.likelihood is not None and outer_task == -1:
             self._marks[mark(output, (weakref.ref(self), name))] = use
 
     def _used(self, name: str, index: int) -> tuple[Curvature, Layer, Layer]:
@@ -309,7 +280,7 @@ class Capture:
         slot, name = use.layer.slots[0], use.primary.name
         unshard(self._owners.get(slot.module), slot.parameter)  # FSDP2's own hook may run later
         task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
-        begins = not (self._sampling or self._replaying) and task != self._loss
+        begins = not self._sampling and task != self._loss
         taken = destination(slot.parameter) if begins else ""
         if begins and not taken:
             return  # gradients by the model's inputs only (attacks, saliency maps)
@@ -408,8 +379,7 @@ class Capture:
         if inputs.one_hot in kinds:
             kinds[inputs.one_hot].add(inputs, gradients)
         else:
-            dtype, replayed = self._members[name][0].dtype, name in self._replayed
-            kinds[inputs.one_hot] = Pooled(task, inputs, gradients, scale, dtype, bounds_rounding=replayed)
+            kinds[inputs.one_hot] = Pooled(task, inputs, gradients, scale, self._members[name][0].dtype)
 
     def _expects_more_uses(self, use: LayerCall) -> bool:
         """Return whether gradients of other uses of the layer in the same pass may follow."""
@@ -455,7 +425,7 @@ class Capture:
         count.count(task, most if inputs.one_hot else min(before + samples, most), rows, beyond=beyond)
 
 
-def _viewed(output: Tensor) -> Tensor:
+def viewed(output: Tensor) -> Tensor:
     """Return the base of `output` if it is a full view, whose hooks an in-place operation would drop."""
     base = output._base
     # F.linear returns a view if samples have positions.

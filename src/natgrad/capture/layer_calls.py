@@ -105,24 +105,19 @@ class Pooled:
         scale: The factor that makes the gradients those of per-sample losses.
     """
 
-    def __init__(
-        self, task: int, inputs: Rows, gradients: Rows, scale: float, dtype: torch.dtype, *, bounds_rounding: bool
-    ) -> None:
+    def __init__(self, task: int, inputs: Rows, gradients: Rows, scale: float, dtype: torch.dtype) -> None:
         """Pool the rows of the first use, in `dtype`."""
         self.task, self.scale = task, scale
         self._one_hot, self._positions = inputs.one_hot, inputs.positions
         self.inputs, self.gradients = inputs.pool().to(dtype), gradients.pool().to(dtype)
-        self._rounding = gradients.rounding() if bounds_rounding else None
 
     def add(self, inputs: Rows, gradients: Rows) -> None:
         """Add the rows of another use."""
         self.inputs = self.inputs + inputs.pool().to(self.inputs.dtype)
         self.gradients = self.gradients + gradients.pool().to(self.gradients.dtype)
         self._positions += inputs.positions
-        if self._rounding is not None:
-            self._rounding = self._rounding + gradients.rounding()
 
     def rows(self) -> tuple[DenseRows, DenseRows]:
         """Return the mean of a over positions, in new memory, and the sum of g."""
         inputs = DenseRows((self.inputs / self._positions)[:, :, None], one_hot=self._one_hot)
-        return inputs, DenseRows(self.gradients[:, :, None], rounding=self._rounding)
+        return inputs, DenseRows(self.gradients[:, :, None])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -18,12 +17,11 @@ class Terms:
     Attributes:
         of_loss: The number of terms, by backward pass of the loss.
         of_drawn: The number of terms, by backward pass of sampled labels.
-        silent: Whether not to warn that the number of samples is a guess.
     """
 
-    def __init__(self, reduction: Reduction, *, silent: bool = False) -> None:
-        """Initialize without passes."""
-        self._tokens, self.silent = reduction == "tokens", silent
+    def __init__(self, reduction: Reduction, *, warned: bool = False) -> None:
+        """Initialize without passes. `warned`: do not warn that the number of samples is a guess."""
+        self._tokens, self._warned = reduction == "tokens", warned
         self.clear()
 
     def clear(self) -> None:
@@ -70,9 +68,9 @@ class Terms:
     def _warn_of_guess(self, use: LayerCall, samples: int, taken: int) -> None:
         known = use.batch > 0 or samples == taken or use.layer.form == "one-hot" or not use.layer.batched(use.outline)
         asked = use.forward is not None and use.forward.open is not None  # `step` asks for the number of samples
-        if known or asked or self.silent:
+        if known or asked or self._warned:
             return
-        self.silent = True
+        self._warned = True
         warnings.warn(
             f"natgrad does not know the batch size: the model itself was not called, or was called without a tensor. "
             f"It assumes the {taken} samples of the layer nearest to the loss, but {use.layer.name} has {samples}: "
@@ -85,12 +83,11 @@ class Terms:
 class LossTerms:
     """The terms of all layers: those of each group of `Reductions`, and the model's samples."""
 
-    def __init__(self, reductions: Reductions, silent: Iterable[str] = ()) -> None:
-        """Initialize without passes; groups named in `silent` do not warn."""
+    def __init__(self, reductions: Reductions) -> None:
+        """Initialize without passes."""
         self._reductions = reductions
         self._groups: dict[str, Terms] = {}
-        self._samples = Terms("mean", silent=True)
-        self._silent = set(silent)
+        self._samples = Terms("mean", warned=True)
 
     def of(self, layer: str) -> Terms:
         """Return the terms of the group that a layer belongs to."""
@@ -98,7 +95,7 @@ class LossTerms:
         if self._reductions.is_undecided:
             return self._groups.get(group, Terms("mean"))
         if group not in self._groups:
-            self._groups[group] = Terms(self._reductions.of(layer), silent=group in self._silent)
+            self._groups[group] = Terms(self._reductions.of(layer))
         return self._groups[group]
 
     @property
@@ -107,10 +104,6 @@ class LossTerms:
         if self._reductions.is_mapping:
             return self._samples.of_loss
         return next(iter(self._groups.values())).of_loss if self._groups else {}
-
-    def for_replay(self) -> LossTerms:
-        """Return an object without passes that does not repeat warnings."""
-        return LossTerms(self._reductions, [name for name, terms in self._groups.items() if terms.silent])
 
     def clear(self) -> None:
         """Forget all passes."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from natgrad.layers import Handle, Layer, remove_all
 
 if TYPE_CHECKING:
     from natgrad.capture.capture import Capture
-    from natgrad.capture.repetition import RandomState
 
 # The batch size outside of a forward pass.
 NO_BATCH = torch.tensor(-1, device="cpu")
@@ -91,7 +89,6 @@ class ForwardPass:
         first: The first backward pass through it.
         batch: The batch size of the model's input. -1: none.
         open: The possible batch sizes, while the batch size is ambiguous.
-        random_state: The random state at its beginning, if it was recorded.
     """
 
     def __init__(self) -> None:
@@ -99,7 +96,6 @@ class ForwardPass:
         self.first: int | None = None
         self.batch = -1
         self.open: Samples | None = None
-        self.random_state: RandomState | None = None
         self._rows: dict[str, int] = {}
         self._lengths: set[int] = set()
 
@@ -127,16 +123,14 @@ class ForwardPasses:
         began: Whether a pass with gradients has begun since `reset`.
         samples: The samples of such passes, except compiled ones.
         was_open: Whether the batch size of such a pass was ambiguous.
-        on_begin: Called at the beginning of each pass with gradients, except compiled ones.
     """
 
-    def __init__(self, capture: Capture | None = None, on_begin: Callable[[ForwardPass], None] | None = None) -> None:
+    def __init__(self, capture: Capture) -> None:
         """Initialize without passes; `capture` receives the uses of layers and is held weakly."""
-        self._capture = None if capture is None else weakref.ref(capture)
+        self._capture = weakref.ref(capture)
         self.batch = NO_BATCH
         self.current: ForwardPass | None = None
         self._sources: dict[int, Source] = {}  # of the pass in progress, by the ``id`` of the tensor
-        self.on_begin = on_begin
         self.reset()
 
     def reset(self) -> None:
@@ -145,8 +139,8 @@ class ForwardPasses:
 
     @property
     def capture(self) -> Capture | None:
-        """The receiver of the uses of layers. None: there is none, or it was deleted."""
-        return None if self._capture is None else self._capture()
+        """The receiver of the uses of layers. None: it was deleted."""
+        return self._capture()
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a pass. Its batch size is that of the arguments of the model (`count_samples`)."""
@@ -161,8 +155,6 @@ class ForwardPasses:
             self.was_open = self.was_open or bool(found.choices)
             self.current.batch = found.number
             self.samples += max(0, found.number)
-            if self.on_begin is not None:
-                self.on_begin(self.current)
 
     def settle(self, seen: int) -> None:
         """Set an ambiguous batch size to that of a layer's input, if it is one of the possible ones."""
@@ -189,10 +181,10 @@ class ForwardPasses:
 
 
 class Hooks:
-    """The hooks on a model, which report to one capture at a time.
+    """The hooks on a model, which report to a capture.
 
     Attributes:
-        forward: The passes of the current capture.
+        forward: The passes of the capture.
         on_outputs: Called with the outputs of the model in each pass with gradients, except compiled ones.
     """
 
@@ -219,15 +211,6 @@ class Hooks:
         remove_all(self._handles)
         compiled.forget(root)
 
-    @contextmanager
-    def reporting_to(self, forward: ForwardPasses) -> Iterator[None]:
-        """Report to another capture, or to none, within the context."""
-        previous, self.forward = self.forward, forward
-        try:
-            yield
-        finally:
-            self.forward = previous
-
     def on_bucket_reduced(self, bucket: GradBucket) -> None:
         """Report that DDP has reduced a bucket of gradients."""
         capture = self.forward.capture
@@ -243,7 +226,7 @@ class _Hook:
     """
 
     def __init__(self, hooks: Hooks | None = None) -> None:
-        """Report to the current capture of `hooks`."""
+        """Report to the capture of `hooks`."""
         self.hooks = hooks
 
     def __reduce__(self) -> tuple[Any, ...]:

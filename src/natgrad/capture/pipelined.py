@@ -80,7 +80,7 @@ class BucketedStatistics(StatisticsBuffer):
     @override
     def _make_buckets(self, specs: Mapping[str, list[Statistic]]) -> list[Bucket]:
         layers = [(*self._members[name], specs[name]) for name in reversed(self._names) if name in specs]
-        sizes = [Bucket([layer], self._kind).numel * narrower(self._wire, layer[0].dtype).itemsize for layer in layers]
+        sizes = [Bucket([layer]).numel * narrower(self._wire, layer[0].dtype).itemsize for layer in layers]
         limit = min(self._limit, sum(sizes) / _LEAST_BUCKETS)
         buckets: list[list[tuple[BlockGroup, LayerBlocks, list[Statistic]]]] = []
         filled = 0
@@ -92,7 +92,7 @@ class BucketedStatistics(StatisticsBuffer):
             else:
                 buckets.append([layer])
                 filled = size
-        return [Bucket(layers, self._kind) for layers in buckets]
+        return [Bucket(layers) for layers in buckets]
 
     # --- In the backward pass -----------------------------------------------------------------------------------
 

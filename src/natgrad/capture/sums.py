@@ -101,17 +101,16 @@ class Bucket:
         runs: The layers.
         names: Their names, in the order of the buffer.
         role: This rank's role for all of them.
-        kind: The kind of the statistics in `Communicator.traffic`.
         numel: The number of elements of the buffer.
         buffer: The buffer ``[numel]``. None: not allocated.
         views: Views of the statistics of each layer in the buffer.
     """
 
-    def __init__(self, layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]], kind: str) -> None:
+    def __init__(self, layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]]) -> None:
         """Compute the layout for layers with the same role, dtype and device."""
         self.runs = _runs(layers)
         self.names = [member.layer.name for run in self.runs for member in run.members]
-        self.role, self.kind = self.runs[0].group.role, kind
+        self.role = self.runs[0].group.role
         self._counters = 2 * len(self.names)
         self.numel = self._counters + sum(prod(shape) for run in self.runs for _, shape in _shapes(run))
         self.release()
@@ -183,7 +182,7 @@ class Bucket:
 
     def post(self, runtime: Communicator, wire: torch.dtype | None, group: ProcessGroup | None) -> None:
         """Start to sum the closed bucket over all ranks, in the queue of a process group."""
-        kinds = {self.kind: self.numel - self._counters, "counters": self._counters}
+        kinds = {"factors": self.numel - self._counters, "counters": self._counters}
         self._work = runtime.post_sum(self.allocate(), kinds, wire, group)
 
     @property
@@ -265,16 +264,15 @@ class StatisticsBuffer:
         basis_version: The `BlockGroup.basis_version` at the beginning of this step, by the ``id`` of the group.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], *, fused: bool, kind: str = "factors") -> None:
+    def __init__(self, groups: Sequence[BlockGroup], *, fused: bool) -> None:
         """Compute the layout of the buckets.
 
         Args:
             groups: The groups. Those whose sums this rank neither adds to nor receives are skipped.
             fused: Whether layers share buckets.
-            kind: The kind of the sums in `Communicator.traffic`.
         """
         self._groups = [group for group in groups if group.role.accumulates or group.role.keeps_averages]
-        self._fused, self._kind = fused, kind
+        self._fused = fused
         self.skip_step: Tensor | None = None
         self._members = {member.layer.name: (group, member) for group in self._groups for member in group.members}
         self.sample_counts = {name: SampleCount() for name in self._members}
@@ -306,7 +304,7 @@ class StatisticsBuffer:
             else:
                 key = name if on_host(group.device) else id(group)
             buckets.setdefault(key, []).append((group, member, statistics))
-        return [Bucket(layers, self._kind) for layers in buckets.values()]
+        return [Bucket(layers) for layers in buckets.values()]
 
     def collects(self, layer: str) -> bool:
         """Return whether any statistics of a layer are collected."""
@@ -372,7 +370,7 @@ class StatisticsBuffer:
         values, counters = [nothing] * runtime.ranks, [nothing] * runtime.ranks
         for bucket in buckets:
             values[bucket.role.server], counters[bucket.role.server] = bucket.values_and_counters()
-        summed = runtime.reduce_to_owners(values, counters, self._kind, wire)
+        summed = runtime.reduce_to_owners(values, counters, "factors", wire)
         for bucket in buckets:
             if bucket.role.server == runtime.rank:
                 for target, result in zip(bucket.values_and_counters(), summed, strict=True):

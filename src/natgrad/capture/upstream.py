@@ -83,22 +83,19 @@ def _hidden_from_ddp(nodes: Iterable[Node]) -> Iterator[None]:
             wrapper._static_graph_delay_allreduce_enqueued = before
 
 
-def differentiate_to(
-    outputs: Tensor, score: Tensor, ends: Callable[[set[Node]], list[GradientEdge]], *, retain: bool
-) -> None:
+def differentiate_to(outputs: Tensor, score: Tensor, ends: Callable[[set[Node]], list[GradientEdge]]) -> None:
     """Run a backward pass from `outputs` to some edges, without changing ``.grad`` and hidden from DDP.
 
     Args:
-        outputs: The outputs of the model, or the loss.
+        outputs: The outputs of the model.
         score: The derivative by `outputs`.
         ends: Returns the edges, for the set of nodes that a pass from `outputs` may reach.
-        retain: Whether the graph will be differentiated again.
     """
     nodes = set() if outputs.grad_fn is None else reached([outputs.grad_fn])
     edges = ends(nodes)
     if edges:
         with _hidden_from_ddp(nodes):
-            torch.autograd.grad(outputs, edges, score, retain_graph=retain, allow_unused=True)
+            torch.autograd.grad(outputs, edges, score, retain_graph=True, allow_unused=True)
 
 
 def destination(parameter: Tensor) -> Literal["grad", "caller", ""]:

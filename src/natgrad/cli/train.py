@@ -66,7 +66,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate; left out: the optimizer's own default.")] = None,
     schedule: Annotated[str, typer.Option(help="constant, cosine or step.")] = "constant",
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
-    curvature: Annotated[str, typer.Option(help="none, kfac, ekfac, kbfgs, sngd, hylo or rank-one.")] = "none",
+    curvature: Annotated[str, typer.Option(help="none, kfac, ekfac, sngd, hylo or rank-one.")] = "none",
     curvature_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),

@@ -203,38 +203,6 @@ class Curvature(ABC):
         """
         return {}
 
-    def gradient_scale(self, state: Mapping[str, Tensor], gradient: Tensor) -> Tensor | None:
-        """Return the factor on each block's gradient in `update_state` ``[N]``; below 1 where it is too large.
-
-        None, the default: no gradient is too large. Where it is below 1, a second pass over the batch is not used.
-
-        Args:
-            state: The state, not to be changed.
-            gradient: ``[N, d_out, d_in]``.
-        """
-        return None
-
-    def replay_summary(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
-        """Return a summary of one pass over a batch, which `replay_update` compares with that of a second pass.
-
-        Args:
-            means: The means of the replayed statistics ``[N, *shape]`` over this batch.
-            parameters: The parameters of that pass, as blocks ``[N, d_out, d_in]``.
-        """
-        return {}
-
-    def replay_update(
-        self, state: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        """Return the new values of some of `state` ``[N, *shape]`` after the second pass over a batch.
-
-        Args:
-            state: The state, not to be changed.
-            before: The summary of the pass before the optimizer's step.
-            after: The summary of the second pass, after the optimizer's step.
-        """
-        return {}
-
     def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
         """Return the trace of each approximated Fisher block ``[N]``, without damping.
 
@@ -252,11 +220,6 @@ def input_statistics(curvature: Curvature, statistics: Iterable[Statistic]) -> t
     """
     candidates = () if curvature.sum_positions else statistics
     return tuple(statistic.name for statistic in candidates if statistic.source == "inputs")
-
-
-def replayed_statistics(statistics: Iterable[Statistic]) -> tuple[str, ...]:
-    """Return the names of the statistics that a second pass over a batch accumulates again."""
-    return tuple(statistic.name for statistic in statistics if statistic.replayed)
 
 
 def computed_for(statistics: Iterable[Statistic]) -> tuple[str, ...]:
@@ -305,8 +268,7 @@ def _check_gathered(
     require(fits, "gathered statistics", found, allowed)
     written = [(task.name, spec.name, spec.shape) for task in tasks for spec in task.writes]
     fits = written == [("M", "M", (ROWS, ROWS))] and len(tasks) == 1 and set(tasks[0].reads) == found.keys()
-    fits = fits and not tasks[0].on_every_worker
-    require(fits, "tasks", tasks, f"one, M, that reads all and writes M (ROWS, ROWS) on one rank, in {curvature!r}")
+    require(fits, "tasks", tasks, f"one, M, that reads all and writes M (ROWS, ROWS), in {curvature!r}")
     require(curvature.sum_positions, "sum_positions", False, f"True where rows are gathered, in {curvature!r}")
 
 

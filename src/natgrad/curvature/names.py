@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from natgrad.curvature.base import Curvature
 from natgrad.curvature.ekfac import EKFAC
-from natgrad.curvature.kbfgs import KBFGS
 from natgrad.curvature.kfac import KFAC
 from natgrad.curvature.rank_one import RankOne
 from natgrad.curvature.rows import SNGD, HyLo
@@ -16,7 +15,6 @@ from natgrad.errors import require
 BY_NAME: dict[str, Callable[..., Curvature]] = {
     "kfac": KFAC,
     "ekfac": EKFAC,
-    "kbfgs": KBFGS,
     "sngd": SNGD,
     "hylo": HyLo,
     "rank-one": RankOne,
@@ -42,6 +40,8 @@ def resolve_curvature(curvature: object) -> Curvature | dict[str, Curvature | No
 def _resolve(name: str, curvature: object, allowed: str) -> Curvature | None:
     if isinstance(curvature, str) and curvature in BY_NAME:
         return BY_NAME[curvature]()
+    is_optimizer = isinstance(curvature, str) and curvature == "kbfgs"
+    require(not is_optimizer, name, curvature, "a curvature: K-BFGS is an optimizer, natgrad.KBFGS(model, lr=...)")
     require(curvature is None or isinstance(curvature, Curvature), name, curvature, allowed)
     assert curvature is None or isinstance(curvature, Curvature)
     return curvature

@@ -132,8 +132,7 @@ def _owners(
     for key, part in weights if placement.owners == "round-robin" else _descending(weights):
         column, work, weight = column_of[key], plan.layers[key], weights[key, part]
         load = loads[column]
-        cheaper = placement.rule.decomposes_everywhere and _is_cheaper_everywhere(work, part)
-        if cheaper or part in work.on_every_worker:
+        if placement.rule.decomposes_everywhere and _is_cheaper_everywhere(work, part):
             owners[key][part] = None
             load.add(slice(None), weight)
         elif placement.owners == "round-robin":

@@ -79,22 +79,6 @@ def extra_passes(model: nn.Module) -> Iterator[bool]:
         reshard(model.modules())
 
 
-def extra_pass(model: nn.Module, run: Callable[[], None]) -> Exception | None:
-    """Call `run`, which makes `extra_passes`, and return the error that it raises, or None.
-
-    Raises:
-        Exception: the error, if FSDP2 shards any module, because other ranks wait for this one in the passes.
-    """
-    with extra_passes(model) as sharded:
-        try:
-            run()
-        except Exception as error:
-            if sharded:
-                raise
-            return error
-    return None
-
-
 def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:
     """Return, for each module, the sharded module that contains it: FSDP2 unshards their parameters together."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")

@@ -45,8 +45,6 @@ class LayerDemand:
     Attributes:
         parts: The work of each task, in multiply-adds.
         sums: The number of elements of its statistics in messages (triangles of symmetric matrices).
-        replayed: The number of elements of the statistics of a second pass over the batch.
-        on_every_worker: The tasks that every worker runs.
         results: The number of elements of the result of each task in messages.
         rows: The rows of samples, if they are sent in place of sums.
         gradients: The number of elements of its gradient.
@@ -62,8 +60,6 @@ class LayerDemand:
 
     parts: Mapping[str, float]
     sums: int = 0
-    replayed: int = 0
-    on_every_worker: frozenset[str] = frozenset()
     results: Mapping[str, int] = field(default_factory=dict)
     rows: RowDemand | None = None
     gradients: int = 0
@@ -215,7 +211,7 @@ class Plan(Printed, Generic[Key]):
 
         Symmetric matrices count as triangles, an all-reduce of n elements as 2 (P - 1) n, a copy of n elements as n.
         The moments are a factor refresh ("factors"), an inverse refresh ("inverses") and every step ("step"). Each
-        includes counters; "factors" includes the "replay" of a second pass over the batch.
+        includes counters.
 
         A few counters at the start of training and gradients that the model's wrapper averages are not included.
         Gradients that FSDP2 shards are sent to the workers by rows, where rank r has the shard r mod S.
@@ -244,9 +240,6 @@ class Plan(Printed, Generic[Key]):
                 whole = self._served * layer.gradients
                 found["step"]["gradients"] += self._shards_sent(key) if layer.shards else whole
                 found["step"]["counters"] += self._served * (layer.blocks + 2)
-                if layer.replayed and layer.shards:  # the weights before and after the optimizer's step
-                    copies = {"all": 2 * (self.ranks - 1), "worker": self.ranks - 1, "alone": 0}
-                    found["factors"]["replay"] += 2 * self._lacked(key) * bool(copies[self.assignments[key].sums])
         return found
 
     def exchanges(self, samples: int | Sequence[int] | None = None) -> dict[Moment, list[Collective]]:
@@ -259,9 +252,6 @@ class Plan(Printed, Generic[Key]):
         """
         local = self._local(samples)
         rows = [self.row(rank) for rank in range(0, self.ranks, self.columns)]
-        sums = {key: layer.sums for key, layer in self.layers.items()}
-        replayed = {key: layer.replayed for key, layer in self.layers.items()}
-        factors = self._sum_exchanges("factors", sums) + self._sum_exchanges("replay", replayed)
         inverses, step = [], []
         if self.columns < self.ranks:
             for gathers in (False, True):
@@ -278,26 +268,33 @@ class Plan(Printed, Generic[Key]):
                 counters[self.column_of(key)] += layer.blocks + 2
             for row in rows:
                 step += [Collective("gradients", row, tuple(gradients)), Collective("counters", row, tuple(counters))]
-        found: dict[Moment, list[Collective]] = {"factors": factors, "inverses": inverses, "step": step}
+        found: dict[Moment, list[Collective]] = {
+            "factors": self._sum_exchanges(),
+            "inverses": inverses,
+            "step": step,
+        }
         return found
 
-    def _sum_exchanges(self, kind: str, sizes: Mapping[Key, int]) -> list[Collective]:
-        """Return the messages of sums of layers of these `sizes`, with the samples and rows of each layer."""
+    def _sum_exchanges(self) -> list[Collective]:
+        """Return the messages of sums, with the samples and rows of each layer."""
         every: list[Collective] = []
         everywhere, layers = 0, 0
         owned, counters = [0] * self.ranks, [0] * self.ranks
-        for key, size in sizes.items() if self.ranks > 1 else ():
-            where = self.assignments[key].sums if size else "alone"
+        for key, layer in self.layers.items() if self.ranks > 1 else ():
+            where = self.assignments[key].sums if layer.sums else "alone"
             if where == "all":
-                everywhere, layers = everywhere + size, layers + 1
+                everywhere, layers = everywhere + layer.sums, layers + 1
             elif where == "worker":
-                owned[self.column_of(key)] += size
+                owned[self.column_of(key)] += layer.sums
                 counters[self.column_of(key)] += 2
         ranks = range(self.ranks)
         if layers:
-            every += [Collective(kind, ranks, everywhere), Collective("counters", ranks, 2 * layers)]
+            every += [Collective("factors", ranks, everywhere), Collective("counters", ranks, 2 * layers)]
         if any(owned):
-            every += [Collective(kind, ranks, tuple(owned), True), Collective("counters", ranks, tuple(counters), True)]
+            every += [
+                Collective("factors", ranks, tuple(owned), True),
+                Collective("counters", ranks, tuple(counters), True),
+            ]
         return every
 
     def _results(self, local: Sequence[int], *, gathers: bool) -> tuple[list[int], list[int]]:

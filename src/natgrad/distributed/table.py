@@ -72,10 +72,9 @@ def _messages(plan: Plan[Any]) -> Table:
     traffic = plan.traffic()
     for words in _MOMENTS.values():
         table.add_column(words, justify="right")
-    for kind in ("factors", "replay", "inverses", "gradients", "counters"):
+    for kind in ("factors", "inverses", "gradients", "counters"):
         sent = [elements.get(kind, 0) for elements in traffic.values()]
-        if kind != "replay" or any(sent):
-            table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
+        table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
     if any(layer.rows and plan.assignments[key].sums != "alone" for key, layer in plan.layers.items()):
         table.caption = "and rows: plan.traffic(samples=...)"
     return table

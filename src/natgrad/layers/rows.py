@@ -17,10 +17,6 @@ from natgrad.linalg.device import known_all
 _PIECE = 1 << 20
 """Elements to square at a time."""
 
-_ROUNDING, _ROUNDING_NARROW = 1e-4, 1e-3
-"""Bounds on the rounding error of Σ x relative to Σ|x|, in float32 or wider and in narrower dtypes. Measured: 1e-8 in
-float32, up to 2e-4 in bfloat16."""
-
 
 class Rows(ABC):
     """Rows ``[n, B, T, d]`` of inputs or of output gradients.
@@ -51,17 +47,6 @@ class Rows(ABC):
     def dense(self) -> Tensor:
         """Return the rows themselves ``[n, B, T, d]``, a view where possible."""
 
-    def rounding(self) -> Tensor:
-        """Return a bound on the rounding error of Σ x for each block ``[n, 1]``, in at least float32.
-
-        It is proportional to Σ|x|. Independent rows have Σ x of about Σ|x| / √(B T). Pooled rows keep the bound of the
-        rows before pooling.
-        """
-        rows = self.dense()
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        sizes: Tensor = torch.linalg.vector_norm(rows, 1, dim=(2, 3), dtype=dtype)  # a plain sum would be less exact
-        return sizes.sum(1, keepdim=True) * (_ROUNDING_NARROW if rows.dtype.itemsize < dtype.itemsize else _ROUNDING)
-
     def part(self, start: int, stop: int) -> Rows:
         """Return the rows of the samples `start` to `stop`."""
         return DenseRows(self.dense()[:, start:stop], one_hot=self.one_hot)
@@ -88,18 +73,14 @@ class Rows(ABC):
 class DenseRows(Rows):
     """Rows stored as one tensor ``[n, B, T, d]``."""
 
-    def __init__(self, values: Tensor, *, one_hot: bool = False, rounding: Tensor | None = None) -> None:
-        """Wrap `values`. Pooled rows pass the `rounding` of the rows before pooling ``[n, 1]``."""
-        self.values, self.one_hot, self._rounding = values, one_hot, rounding
+    def __init__(self, values: Tensor, *, one_hot: bool = False) -> None:
+        """Wrap `values`."""
+        self.values, self.one_hot = values, one_hot
         self.samples, self.positions = values.shape[1], values.shape[2]
 
     @override
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
         gram.add_row_gram_(out, self.values.flatten(1, 2), scale=scale, overwrite=overwrite)
-
-    @override
-    def rounding(self) -> Tensor:
-        return super().rounding() if self._rounding is None else self._rounding
 
     @override
     def pool(self) -> Tensor:

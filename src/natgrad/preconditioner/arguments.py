@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.capture.reductions import Reductions
 from natgrad.curvature import Curvature
-from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.damping import ByKind
 from natgrad.distributed import resolve
 from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group
 from natgrad.errors import NatgradError, NatgradWarning, require, require_one_of
-from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.schedule import check_number, is_whole
@@ -92,36 +90,6 @@ def _check_reductions(reductions: Reductions, curvature: object) -> None:
     fits = not sampled or (reductions.single is not None and not reductions.is_undecided)
     allowed = "the same word for all layers, not 'auto', with sampled labels: they are drawn for one loss"
     require(fits, "reduction", reductions.describe(), allowed)
-
-
-def check_second_pass(covered: Iterable[tuple[Layer, Curvature]], optimizer: object, damping: ByKind) -> None:
-    """Check the arguments for curvatures that need the batch again after the optimizer's step.
-
-    Raises:
-        ValueError: without an optimizer, or if the damping is 1 or more.
-    """
-    replayed = [(curvature, layer) for layer, curvature in covered if replayed_of(curvature, layer)]
-    if not replayed:
-        return
-    allowed = f"given: {replayed[0][0]!r} looks at the batch again after its step"
-    require(optimizer is not None, "optimizer", optimizer, allowed)
-    if not callable(damping.damping):
-        check_damping([(curvature, damping.factor(layer)) for curvature, layer in replayed], damping.damping)
-
-
-def replayed_of(curvature: Curvature, layer: Layer) -> tuple[str, ...]:
-    """Return the names of a layer's statistics that a second pass over the batch accumulates again."""
-    return replayed_statistics(statistics_of(curvature, layer))
-
-
-def check_damping(replayed: Iterable[tuple[Curvature, float]], damping: float) -> None:
-    """Check the damping of a step for curvatures with a second pass, each with a factor.
-
-    Raises:
-        ValueError: if it is 1 or more: the double damping of K-BFGS uses its root as a fraction.
-    """
-    for curvature, factor in replayed:
-        require(damping * factor < 1, "damping", damping * factor, f"a number below 1 with {curvature!r}")
 
 
 def check_joined(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from natgrad.curvature import Curvature
-from natgrad.curvature.base import computed_for, gathered, replayed_statistics, statistics_of
+from natgrad.curvature.base import computed_for, gathered, statistics_of
 from natgrad.distributed import Placement
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import Layer
@@ -46,7 +46,7 @@ def conflicts(
 ) -> Iterator[Conflict]:
     """Yield the conflicts among the choices for one layer. "auto" is compatible with everything."""
     statistics, rule, name = statistics_of(curvature, layer), placement.rule, repr(curvature)
-    computed, replays = computed_for(statistics), bool(replayed_statistics(statistics))
+    computed = computed_for(statistics)
     separate = refresh is not None and refresh.separate
 
     where = str(placement)
@@ -60,9 +60,6 @@ def conflicts(
         allowed = "another than 'background'"
         if gathered(statistics):
             yield Conflict("placement", where, allowed, f"{name} uses the rows of the same step")
-        if replays:
-            reason = f"{name} compares sums of one step, which arrive there one step later"
-            yield Conflict("placement", where, allowed, reason)
         if separate:
             reason = f"all parts of a layer are decomposed together there, and {refresh!r} decomposes the two sides at "
             yield Conflict("placement", where, allowed, reason + "different steps")
@@ -73,12 +70,6 @@ def conflicts(
                 f"all sums of a layer are sent together there, and {refresh!r} captures the two sides at different "
             )
             yield Conflict("placement", where, allowed, reason + "steps")
-
-    if replays and separate:
-        yield Conflict("refresh", repr(refresh), "one for both sides", f"the second pass of {name} sees both again")
-    if replays and refresh is not None and refresh.measure is not None:
-        reason = f"{name} updates all layers at every second pass, and no rule can leave some out"
-        yield Conflict("refresh", repr(refresh), "a natgrad.Refresh", reason)
 
 
 def check_combinations(

@@ -107,7 +107,6 @@ class GradientStep:
             entry.failed = ~entry.inner.isfinite()
             entry.clear_(entry.failed)
             counters.count_skipped_gradients(entry.group, entry.blocks, entry.failed)
-            counters.count_bounded_gradients(entry.group, entry.blocks)
             counters.record_levels(entry.group, entry.members, entry.layer_levels)
 
 

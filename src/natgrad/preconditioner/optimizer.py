@@ -15,7 +15,6 @@ from natgrad.capture.reductions import Count
 from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
-from natgrad.preconditioner.second_pass import Reevaluation
 
 
 class PreconditionedOptimizer(Optimizer):
@@ -93,16 +92,13 @@ class PreconditionedOptimizer(Optimizer):
         self,
         closure: Callable[[], Any] | None = None,
         *,
-        replay: Callable[[], Any] | None = None,
         count: Count | None = None,
     ) -> Any:
         """Evaluate `closure`, if given, replace ``.grad`` by the natural gradient, and step.
 
         Args:
             closure: Follows torch's convention: clears the gradients, runs forward and backward passes and returns the
-                loss. For curvatures with a second pass (`natgrad.KBFGS`) it is evaluated again after the step.
-            replay: The closure of `natgrad.Preconditioner.step`, which runs no backward pass. Used instead of `closure`
-                for the second pass.
+                loss.
             count: The count of `natgrad.Preconditioner.step`. None: the attribute of this name.
 
         Returns:
@@ -116,8 +112,7 @@ class PreconditionedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._is_loaders_step():
-            again = replay if replay is not None or closure is None else Reevaluation(closure)
-            self.preconditioner.step(again, count=self.count if count is None else count)
+            self.preconditioner.step(self.count if count is None else count)
             self.count = None
         self.optimizer.step()
         return loss

@@ -13,7 +13,6 @@ from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import Count
 from natgrad.damping import ByKind
 from natgrad.distributed import Communicator
-from natgrad.preconditioner.arguments import check_damping
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.epochs import EpochState
 from natgrad.preconditioner.gradients.clip import Clip
@@ -91,16 +90,6 @@ class Parts:
     def agreed(self, flag: bool) -> bool:
         """Return `flag` of any rank if ranks are workers of some layers only, else that of this rank."""
         return self.runtime.any(flag) if self.shares_work else flag
-
-    def damping_now(self) -> float:
-        """Return γ of the next step.
-
-        Raises:
-            ValueError: if a schedule returns a value that is not allowed.
-        """
-        damping = self.damping.value(self.progress.step)
-        check_damping([(group.curvature, group.factor) for group in self.groups if group.replayed_statistics], damping)
-        return damping
 
     def gains(self, count: Count | None) -> tuple[Mapping[str, float], float | Tensor]:
         """Return the part of each layer's samples or tokens that counts, and the factor of captured gradients."""

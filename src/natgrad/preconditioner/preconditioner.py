@@ -29,8 +29,6 @@ from natgrad.preconditioner.agreement import check_agreement, check_reduction, r
 from natgrad.preconditioner.arguments import (
     check_arguments,
     check_joined,
-    check_second_pass,
-    replayed_of,
     resolve_group,
     unwrap,
     warn_of_missing_process_group,
@@ -50,7 +48,6 @@ from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.refresh import BackgroundRefresh, RefreshScheduler
-from natgrad.preconditioner.second_pass import Closure, SecondPass
 from natgrad.preconditioner.statistics import Statistics
 from natgrad.preconditioner.structure import Structure
 from natgrad.preconditioner.verification import Verification, verify
@@ -106,7 +103,7 @@ class Preconditioner:
         Args:
             model: The model: plain, in ``DistributedDataParallel``, or sharded by FSDP2 (``fully_shard``) beforehand.
             curvature: The approximation of the Fisher. One `Curvature` applies to all layers that it supports (default:
-                ``KFAC()``). "kfac", "ekfac", "kbfgs", "sngd", "hylo" and "rank-one" stand for those with their
+                ``KFAC()``). "kfac", "ekfac", "sngd", "hylo" and "rank-one" stand for those with their
                 defaults. A mapping assigns curvatures by fnmatch patterns of module names; the first match wins, and
                 None leaves a layer to the optimizer.
             optimizer: The KL clip reads the current learning rates from it. natgrad warns if it steps with gradients
@@ -171,17 +168,15 @@ class Preconditioner:
         covered = cover(root, curvature).layers
         names = [layer.name for layer, _ in covered]
         check_layers(layer for layer, _ in covered)
-        check_second_pass(covered, optimizer, by_kind)
         runtime = Communicator(resolve_group(model, process_group, mesh))
         check_combinations(covered, rule, refresh, runtime.ranks)
         reductions, reduces = Reductions(reduction), gradients == "reduce"
         scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
-        # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
-        notices = reductions.has_tokens() or any(replayed_of(own, layer) for layer, own in covered)
+        # Every rank notices of layers that others capture how many positions a loss has.
         capture = Capture(
             root,
             reductions=reductions,
-            counts_samples=scaling.counts or (rule.rule.uses_own_samples and notices),
+            counts_samples=scaling.counts or (rule.rule.uses_own_samples and reductions.has_tokens()),
             audit=GradientAudit(reduces=reduces, ignores_factors=all(own.is_normalized for _, own in covered)),
         )
         structure = Structure(
@@ -212,8 +207,7 @@ class Preconditioner:
             epochs=EpochState(),
         )
         self._statistics, self._decompositions = Statistics(parts), Decompositions(parts)
-        self._gradients, self._second_pass = GradientStep(parts), SecondPass(parts)
-        self._detached = False
+        self._gradients, self._detached = GradientStep(parts), False
         warn_of_idle(root, curvature, structure.coverage)
         reductions.warn_of_idle(names)
         if runtime.ranks == 1:
@@ -256,36 +250,31 @@ class Preconditioner:
             raise
 
     @torch.no_grad()
-    def step(self, closure: Closure | int | None = None, *, count: int | Mapping[str, int] | None = None) -> None:
+    def step(self, count: int | Mapping[str, int] | None = None) -> None:
         """Replace ``.grad`` by the natural gradient.
 
         Call it after ``backward`` (and ``scaler.unscale_``), before gradient clipping and ``optimizer.step()``. If
         ``.grad`` still holds what the last call wrote, it stays unchanged, with a warning.
 
         Args:
-            closure: For curvatures that evaluate the batch again after the optimizer's step (`natgrad.KBFGS`). It
-                returns the loss, or a tuple that begins with it, and runs no backward pass. With accumulation it
-                returns the sum over all micro-batches. An int is taken as `count`.
             count: With "tokens": the number of positions on this rank that counted in the loss since the last step,
                 for all such layers or by patterns of module names (the first match wins; no match: all positions). If
                 the model was called with a list whose entries may be samples or inputs: the number of samples.
 
         Raises:
-            ValueError: if `closure` or `count` has a wrong type, if `count` is given without "tokens" or missing where
-                the number of samples is ambiguous, or if a schedule returns a value that is not allowed. Nothing has
-                been changed then.
-            NatgradError: if the sampled Fisher is due and `backward` of this object was not called; if a closure is
-                due and missing; if ``scaler.unscale_`` was not called; within ``DistributedDataParallel.join()``;
-                after `detach`; if another rank stopped.
+            ValueError: if `count` has a wrong type, is given without "tokens" or missing where the number of samples is
+                ambiguous, or if a schedule returns a value that is not allowed. Nothing has been changed then.
+            NatgradError: if the sampled Fisher is due and `backward` of this object was not called; if
+                ``scaler.unscale_`` was not called; within ``DistributedDataParallel.join()``; after `detach`; if
+                another rank stopped.
             CurvatureError: if a layer has failed more often in a row than the guard allows, or if a decomposition in
                 the background raised an error on any rank.
         """
-        closure, count = (None, closure) if isinstance(closure, int) else (closure, count)
         parts, progress = self.parts, self.parts.progress
-        self._check_step(count, closure)
+        self._check_step(count)
         parts.capture.audit.report()
         parts.scheduler.rule.check(progress.step)
-        damping = progress.damping = parts.damping_now()
+        damping = progress.damping = parts.damping.value(progress.step)
         self._follow_model()
         if not (self.call_order.check() and self._has_work()):
             return
@@ -296,14 +285,12 @@ class Preconditioner:
 
         self._statistics.compare_gradients()
         scale = self._gradients.reduce(count)
-        statistics_before = progress.last_factors
         if parts.capture.wanted:
             self._statistics.update(count)
         if self._decompositions.are_due:
             self._decompositions.update(count, damping)
         self._gradients.precondition(damping, scale)
         self.call_order.written.note(parts.structure.slots)
-        self._second_pass.schedule(closure, count, statistics_before)
 
         progress.step += 1
         self._statistics.choose_next()
@@ -312,7 +299,7 @@ class Preconditioner:
         parts.failure_counters.check()
         warn_of_missing_epochs(progress.step, parts.epochs.epoch, parts.groups)
 
-    def _check_step(self, count: Count | None, closure: Closure | None) -> None:
+    def _check_step(self, count: Count | None) -> None:
         """Check that a step may begin. Raises what `step` documents."""
         parts, capture, reductions = self.parts, self.parts.capture, self.parts.scaling.reductions
         capture.discard_cleared_passes(parts.model.parameters())
@@ -327,7 +314,6 @@ class Preconditioner:
             )
         parts.scaling.check(differentiated=bool(capture.backwards))
         check_joined(parts.model)
-        self._second_pass.begin(closure)
 
     def _has_work(self) -> bool:
         """Return whether any backward pass was seen. Torch's checkpoint loaders step before any forward pass."""
@@ -364,7 +350,6 @@ class Preconditioner:
         Deleting this object does the same. Afterwards `step` raises a `natgrad.NatgradError`; `state_dict` still works.
         The communication hooks of ``gradients="reduce"`` and "pipelined" remain, because torch cannot remove them.
         """
-        self._second_pass.cancel()
         self.call_order.detach()
         self.parts.hooks.detach(self.parts.structure.root)
         self.parts.capture.detach()
@@ -437,8 +422,8 @@ class Preconditioner:
         """Return a flat dict of numbers and device tensors. Reading a tensor may synchronize with the device.
 
         Counts since the start: "step", "factor_updates", "inverse_updates", "skipped_factors", "skipped_gradients",
-        "bounded_gradients", "failed_decompositions" and "fallbacks/stale" (docs/trouble.md). Skipped factors, bounded
-        gradients and failed decompositions are counted over the layers that this rank keeps, fallbacks over all layers.
+        "failed_decompositions" and "fallbacks/stale" (docs/trouble.md). Skipped factors and failed decompositions are
+        counted over the layers that this rank keeps, fallbacks over all layers.
         "plain_layers": layers whose gradients are not preconditioned because of the way they are used.
 
         "seconds/capture", "/reduce", "/renew" and "/solve": host seconds on statistics, their reduction, decompositions
@@ -460,8 +445,7 @@ class Preconditioner:
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message.
 
-        "rows": of SNGD and HyLo. "replay": statistics of a second pass over the batch. "audit": gradients that
-        are compared between ranks.
+        "rows": of SNGD and HyLo. "audit": gradients that are compared between ranks.
         """
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self.parts.runtime.traffic()}
 

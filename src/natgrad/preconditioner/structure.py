@@ -11,7 +11,7 @@ from zlib import crc32
 from torch import nn
 
 from natgrad.curvature import Curvature
-from natgrad.curvature.base import computed_for, declarations, gathered, replayed_statistics, statistics_of, summed
+from natgrad.curvature.base import computed_for, declarations, gathered, statistics_of, summed
 from natgrad.distributed import Assignment, LayerDemand, Placement, Plan, RowDemand, make_plan, narrower
 from natgrad.distributed.fsdp import reshard, shares
 from natgrad.errors import NatgradError
@@ -181,7 +181,6 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
     statistics, tasks, state = declarations(curvature, *sizes)
     rows, statistics = gathered(statistics), summed(statistics)
     kept_rows = [spec for spec in rows if spec.source != "both"]
-    replayed = replayed_statistics(statistics)
     written = [spec for task in tasks for spec in task.writes]
     batch_sized = [spec for spec in (*kept_rows, *written) if spec.sized_by_batch]
     kept = [spec for spec in (*written, *state) if not spec.sized_by_batch]
@@ -196,8 +195,6 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
     linked = len(kept_rows) < len(rows)
     return LayerDemand(
         parts={task.name: task.cost * n for task in tasks},
-        replayed=n * sum(spec.numel for spec in statistics if spec.name in replayed),
-        on_every_worker=frozenset(task.name for task in tasks if task.on_every_worker),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
         rows=RowDemand(width=n * sum(sizes), share=curvature.rows_per_rank, held=held_rows, linked=linked)

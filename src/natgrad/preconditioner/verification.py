@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from natgrad.capture.repetition import restored, restored_random_state
+from natgrad.capture.restoring import restored, restored_random_state
 from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import extra_passes, plain_copy, whole
 from natgrad.errors import NatgradWarning, require

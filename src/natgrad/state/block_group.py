@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ from natgrad.curvature.base import (
     declarations,
     gathered,
     input_statistics,
-    replayed_statistics,
     summed,
 )
 from natgrad.distributed import Assignment, Plan
@@ -99,8 +97,6 @@ class BlockGroup:
         decisions: The decisions of a refresh rule on the layers. None: there is no such rule.
         results: The results of the tasks ``[N, *shape]``. Empty before the first inverse refresh.
         memory: The state of the curvature ``[N, *shape]``. Empty before it is first used.
-        fresh: Whether the last update changed the averages of each block ``[N]``, for a second pass over the batch.
-            None: there was no update.
         good: For each task and block, whether `results` has a result.
         ready: For each layer, whether `results` is complete.
         failures: The failures of its blocks.
@@ -111,7 +107,6 @@ class BlockGroup:
         tasks: The tasks of the curvature.
         memory_specs: The specs of `memory`.
         input_statistics: The names of the statistics of inputs only.
-        replayed_statistics: The names of the statistics that a second pass over the batch accumulates again.
         computed_for_capture: The names of the results that are read when statistics are accumulated.
         restarting: The names of the statistics whose running averages tasks may restart.
         role: The role of this rank for the layers.
@@ -128,7 +123,6 @@ class BlockGroup:
         statistics, self.tasks, self.memory_specs = declarations(curvature, self.outputs, self.inputs)
         self.statistics, self.gathered, self.rows = summed(statistics), gathered(statistics), 0
         self.input_statistics = input_statistics(curvature, self.statistics)
-        self.replayed_statistics = replayed_statistics(self.statistics)
         self.computed_for_capture = computed_for(self.statistics)
         self.restarting = {name for task in self.tasks for name in task.restarts}
         self.members: list[LayerBlocks] = []
@@ -146,7 +140,6 @@ class BlockGroup:
         self.decisions: DecisionState | None = None
         self.results = StateTensors()
         self.memory = StateTensors()
-        self.fresh: Tensor | None = None
         self.good = {task.name: [False] * self.size for task in self.tasks}
         self.ready = [False] * len(self.members)
         self.failures = FailureState((task.name for task in self.tasks), self.size)
@@ -246,8 +239,7 @@ class BlockGroup:
                 average, weight = self.averages.read(spec.name, blocks), self.weight_of(spec.name)
                 assert weight is not None
                 average = diagonals(average, spec) if spec.name in diagonal else average
-                divisor = weight[blocks] if spec.decayed else torch.ones_like(weight[blocks])
-                result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
+                result[spec.name] = torch.div(average, along(weight[blocks], average.ndim - 1)).to(self.work_dtype)
         return result
 
     def corrected(
@@ -328,8 +320,7 @@ class BlockGroup:
                 memory = self.allocate_memory()
                 state = {spec.name: memory.read(spec.name, index).to(W.dtype) for spec in self.memory_specs}
                 finite = gradient.flatten(1).sum(1).isfinite()
-                bounded = self._bounded(index, state, gradient, finite)
-                self.write_memory(index, state, self.curvature.update_state(state, bounded), finite)
+                self.write_memory(index, state, self.curvature.update_state(state, gradient), finite)
             names = self.results if has_results else ()
             computed, averages = self._results_of(names, index, W.dtype), self.live_averages(index)
             solved = self.curvature.precondition(computed, averages, state, gradient, damping * self.factor)
@@ -337,16 +328,6 @@ class BlockGroup:
                 return solved
             V[piece] = solved
         return V
-
-    def _bounded(self, blocks: slice | Tensor, state: Mapping[str, Tensor], gradient: Tensor, finite: Tensor) -> Tensor:
-        """Return gradients scaled by `Curvature.gradient_scale`, and record those that were too large."""
-        scale = self.curvature.gradient_scale(state, gradient)
-        if scale is None:
-            return gradient
-        if self.failures.bounded is None:
-            self.failures.bounded = torch.zeros(self.size, dtype=torch.bool, device=self.device)
-        self.failures.bounded[blocks] = finite & (scale < 1)
-        return gradient * scale[:, None, None]
 
     def write_memory(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
@@ -357,19 +338,6 @@ class BlockGroup:
             self.memory.write(name, blocks, known[name])
 
     # --- Bookkeeping --------------------------------------------------------------------------------------------
-
-    def record_update(self, blocks: slice, fine: Tensor) -> None:
-        """Record whether an update changed the averages of some blocks, if a second pass needs it."""
-        if self.replayed_statistics:
-            if self.fresh is None:
-                self.fresh = torch.zeros(self.size, dtype=torch.bool, device=self.device)
-            self.fresh[blocks] = fine
-
-    def with_statistics(self, names: tuple[str, ...]) -> BlockGroup:
-        """Return a shallow copy with only the statistics `names`."""
-        other = copy(self)
-        other.statistics = tuple(spec for spec in self.statistics if spec.name in names)
-        return other
 
     def bytes_per_block(self) -> int:
         """Return the bytes on this rank for one block: running averages, results and state."""

@@ -33,7 +33,6 @@ class FailureState:
         failed: For each task, whether the last decomposition of each block failed.
         unusable: Blocks whose preconditioned gradient could not be used in the last step, although their gradient is
             finite ``[N]`` (bool). None: not allocated.
-        bounded: Blocks whose gradient was scaled down when it was last used ``[N]`` (bool). None: not allocated.
         last: The keys of layers and their levels ``[m]`` in the last step. None: all were fresh.
     """
 
@@ -43,7 +42,6 @@ class FailureState:
         self.failed = {part: [False] * size for part in parts}
         self.unusable: Tensor | None = None
         self.last: tuple[list[str], Tensor] | None = None
-        self.bounded: Tensor | None = None
 
     def record_results(self, part: str, blocks: list[int], success: Sequence[bool]) -> None:
         """Record for which of some `blocks` the decompositions of a task succeeded."""
@@ -57,7 +55,6 @@ class FailureState:
     def to(self, device: torch.device) -> None:
         """Move all tensors."""
         self.unusable = None if self.unusable is None else self.unusable.to(device)
-        self.bounded = None if self.bounded is None else self.bounded.to(device)
 
     @property
     def fallbacks(self) -> dict[str, str]:

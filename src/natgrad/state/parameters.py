@@ -1,17 +1,13 @@
-"""Parameters, and tensors with their shapes, as the blocks of a group; also if FSDP2 shards them.
-
-Each rank then holds some rows. All rows are gathered on the workers for a second pass over the batch.
-"""
+"""Parameters, and tensors with their shapes, as the blocks of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from natgrad.distributed import Communicator
-from natgrad.distributed.fsdp import Holders, collect_rows, is_sharded, put_rows
+from natgrad.distributed.fsdp import is_sharded
 from natgrad.layers import Layer, Slot
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
@@ -54,43 +50,3 @@ def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer,
         for slot in member.layer.slots:
             yield member.layer, slot, stacked[start:stop, :, slot.columns]
         start = stop
-
-
-class ParameterRows:
-    """The rows of parameters that ranks hold, and their conversion to blocks."""
-
-    def __init__(self, runtime: Communicator) -> None:
-        """Initialize with an empty cache."""
-        self._runtime, self._holders = runtime, Holders(runtime)
-
-    def held(self, slot: Slot) -> range:
-        """Return the rows of a parameter that this rank holds."""
-        return self._holders.rows(slot, self._runtime.rank)
-
-    def gather_blocks(
-        self, groups: Iterable[tuple[BlockGroup, Sequence[int]]], values: Mapping[int, Tensor], kind: str
-    ) -> dict[int, Tensor]:
-        """Gather the rows of all ranks on some of them; collective.
-
-        Args:
-            groups: Block groups, each with the ranks that receive all of its rows.
-            values: The rows of this rank in the dtype of the parameters, by the ``id`` of the slot. Those of a replica
-                without a receiving rank are not needed.
-            kind: The kind of the bytes in `Communicator.traffic`.
-
-        Returns:
-            Blocks ``[N, o, i]`` of the groups that this rank receives, by the ``id`` of the group.
-        """
-        wanted = [(group, tuple(receivers)) for group, receivers in groups]
-        slots = [(slot, receivers) for group, receivers in wanted for slot in slots_of(group)]
-        gathered = collect_rows(slots, lambda slot, rows: values[id(slot)], self._runtime, kind)
-        found = {}
-        for group, receivers in wanted:
-            if self._runtime.rank in receivers:
-                self._put(gathered, [slot for slot in slots_of(group) if not is_sharded(slot.parameter)], values)
-                found[id(group)] = stacked(group, lambda slot: gathered[id(slot.parameter)])
-        return found
-
-    def _put(self, found: dict[int, Tensor], slots: Iterable[Slot], values: Mapping[int, Tensor]) -> None:
-        for slot in slots:
-            put_rows(found, slot, self.held(slot).start, values[id(slot)])

@@ -19,9 +19,8 @@ FORMAT = 1
 
 Blocks = dict[str, dict[str, Tensor]]
 
-# Counters that the first states of this format do not have, and those that only earlier versions counted.
-_LATER = {"bounded_gradients"}
-_REMOVED_COUNTERS = {"fallbacks/diagonal", "fallbacks/grafted"}
+# Counters of earlier versions.
+_REMOVED_COUNTERS = {"bounded_gradients", "fallbacks/diagonal", "fallbacks/grafted"}
 
 # The rules of earlier versions that adapted the damping; their states hold further numbers.
 _ADAPTED_DAMPING = ("Autopilot", "LevenbergMarquardt")
@@ -112,7 +111,7 @@ def checked(
     for name, least in (("step", 0), ("last_factors", -1), ("last_inverses", -1)):
         check_whole(f"state[{name!r}]", state[name], least)
     for name, counted in counters.items():
-        fits = isinstance(state[name], Mapping) and counted.keys() - _LATER <= state[name].keys()
+        fits = isinstance(state[name], Mapping) and counted.keys() <= state[name].keys()
         fits = fits and state[name].keys() <= counted.keys() | _REMOVED_COUNTERS
         fits = fits and all(map(is_whole, state[name].values()))
         require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")

@@ -71,7 +71,6 @@ _KNOWN = {
         _natural("iterative", "kfac", form="iterative", fisher="sampled", inverses=2),
         _natural("foof", "kfac", form="inverse", fisher="empirical", curvature_options={"sides": "a"}),
         _natural("rank-one", "rank-one", factors=1, inverses=1),
-        _natural("kbfgs", "kbfgs", fisher="sampled", factors=1, inverses=1, options={"momentum": 0.0}),
         # The Fisher of one batch has low rank, so that these need more damping.
         _natural("sngd", "sngd", fisher="empirical", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),
         _natural("hylo", "hylo", fisher="empirical", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),

@@ -319,12 +319,8 @@ class Training:
                 self.averager.average_gradients()
             self._additions.change_gradients()
             if self.preconditioner is not None:
-                self.preconditioner.step(again)
+                self.preconditioner.step()
             return total
-
-        def again() -> Tensor:
-            losses = [self.task.loss(self._replica(part), labels) / count for part, labels in parts]
-            return torch.stack(losses).sum()
 
         loss: Tensor
         if self.averager is None:

@@ -44,12 +44,12 @@ class Guard:
         check_whole("limit", self.limit, 1, optional=True)
 
 
-_KINDS = ("skipped_factors", "skipped_gradients", "bounded_gradients", "failed_decompositions", "fallbacks/stale")
+_KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions", "fallbacks/stale")
 # From this number of elements on, inner products on a CPU are computed one by one.
 _LONG = 8192
 
 # Kinds of failures that are counted in a row. `_CURVATURE`: the number that the worker of a layer sent.
-_FACTORS, _REPLAY, _DECOMPOSITION, _CURVATURE = "factors", "replay", "decomposition of ", "curvature"
+_FACTORS, _DECOMPOSITION, _CURVATURE = "factors", "decomposition of ", "curvature"
 
 
 def check_preconditioned(entry: GroupGradients) -> None:
@@ -116,19 +116,9 @@ class FailureCounters:
         """Count the blocks whose statistics were not finite."""
         self._count("skipped_factors", _FACTORS, group, blocks, failed)
 
-    def count_skipped_replays(self, group: BlockGroup, blocks: slice, failed: Tensor) -> None:
-        """Count the blocks whose second pass gave non-finite values."""
-        self._count("skipped_factors", _REPLAY, group, blocks, failed)
-
     def count_skipped_gradients(self, group: BlockGroup, blocks: slice | Tensor, failed: Tensor) -> None:
         """Count the blocks whose gradients were not finite or could not be preconditioned."""
         self._count("skipped_gradients", "gradients", group, blocks, failed)
-
-    def count_bounded_gradients(self, group: BlockGroup, blocks: slice | Tensor) -> None:
-        """Count the blocks whose gradients were scaled down in this step, of those that were preconditioned."""
-        bounded = group.failures.bounded
-        if bounded is not None and not known_all(~bounded[blocks]):
-            self._add("bounded_gradients", bounded[blocks].sum())
 
     def count_failed_decompositions(self, group: BlockGroup, part: str, blocks: list[int], success: list[bool]) -> None:
         """Count the `blocks` whose decomposition failed."""
@@ -242,4 +232,4 @@ class FailureCounters:
 
 
 def _is_refresh(kind: str) -> bool:
-    return kind in (_FACTORS, _REPLAY) or kind.startswith(_DECOMPOSITION)
+    return kind == _FACTORS or kind.startswith(_DECOMPOSITION)

@@ -29,7 +29,6 @@ def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -
         counts = seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)
         fine = counts & finite
         group.allocate_averages()
-        group.record_update(blocks, fine)
         _average(piece, fine, sums.basis_version[id(group)])
         _correct(piece, fine)
         failure_counters.count_skipped_factors(group, blocks, seen & ~finite)
@@ -57,10 +56,9 @@ def _average(piece: BlockSums, fine: Tensor, basis_version: list[int]) -> None:
         if restarted is not None and spec.name in group.restarting:
             # These sums used the previous eigenvectors, so they do not belong to the new average.
             fresh.masked_fill_(along(restarted, dims), 0)
-        old_share = decay if spec.decayed else 0.0
-        share = (1 - old_share) / (piece.samples if spec.per == "sample" else piece.rows).clamp(min=1)
+        share = (1 - decay) / (piece.samples if spec.per == "sample" else piece.rows).clamp(min=1)
         average = group.averages.read(spec.name, blocks).to(group.dtype)  # a view, unless it is narrow
-        kept = torch.full_like(share, old_share).masked_fill_(~fine, 1)
+        kept = torch.full_like(share, decay).masked_fill_(~fine, 1)
         average.mul_(along(kept, dims)).addcmul_(fresh, along(share, dims))
         if group.averages.narrow(spec.name):
             group.averages.write(spec.name, blocks, average)

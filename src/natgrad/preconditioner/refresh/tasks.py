@@ -174,7 +174,6 @@ def run_tasks(
     wire: torch.dtype | None = None,
     *,
     reads: Collection[Reads] = READS,
-    replayed: bool = False,
 ) -> bool:
     """Run the tasks of some layers, each on its owner, and exchange the results among the workers.
 
@@ -187,12 +186,11 @@ def run_tasks(
         failure_counters: Counts failures.
         wire: The dtype in which matrices are sent, if narrower than that in which they are held.
         reads: Run only tasks that read statistics of inputs, of gradients, or of both.
-        replayed: Run only tasks that use the second pass over the batch.
 
     Returns:
         Whether there was anything to do.
     """
-    runs = task_runs(groups, plan, keys, reads=reads, replayed=replayed)
+    runs = task_runs(groups, plan, keys, reads=reads)
     for run in runs:
         run.group.allocate_results()
         if run.owner in (None, runtime.rank):
@@ -224,12 +222,8 @@ def task_runs(
     keys: Collection[str],
     *,
     reads: Collection[Reads] = READS,
-    replayed: bool = False,
 ) -> list[TaskRun]:
-    """Return the runs of the layers that this rank is a worker of, joining neighbouring layers of one owner.
-
-    Tasks with `Task.after_replay` are run by a refresh the first time, and by replays afterwards.
-    """
+    """Return the runs of the layers that this rank is a worker of, joining neighbouring layers of one owner."""
     runs: list[TaskRun] = []
     for group in groups:
         if not group.role.is_gradient_worker or group.gathered:
@@ -238,8 +232,7 @@ def task_runs(
             if side_of(task.reads, group.input_statistics) not in reads:
                 continue
             for member in group.members:
-                begun = task.after_replay and all(group.good[task.name][member.blocks])
-                if member.layer.key not in keys or begun != replayed:
+                if member.layer.key not in keys:
                     continue
                 owner, last = plan.assignments[member.layer.key].owners[task.name], runs[-1] if runs else None
                 place = owner, group, task, member.start
