@@ -151,8 +151,8 @@ _add(
     "dense/test_steps.py::test_running_average_with_bias_correction",
     (
         "preconditioner.refresh.averages:_average",
-        "decay if spec.decayed else 0.0",
-        "1 - decay if spec.decayed else 0.0",
+        "decay, restarted = group.curvature.factor_decay",
+        "decay, restarted = 1 - group.curvature.factor_decay",
     ),
 )
 _add(

@@ -33,16 +33,15 @@ class GradientAudit:
     warns.
     """
 
-    def __init__(self, *, reduces: bool = False, ignores_factors: bool = False, off: bool = False) -> None:
+    def __init__(self, *, reduces: bool = False, ignores_factors: bool = False) -> None:
         """Start without layers; call `attach`.
 
         Args:
             reduces: Whether natgrad averages ``.grad`` itself, after `compare`.
             ignores_factors: Whether a common factor of the gradients of a layer changes no update.
-            off: Whether to compare nothing.
         """
         self._reduces, self._ignores_factors = reduces, ignores_factors
-        self._left = 0 if off else _FIRST
+        self._left = _FIRST
         self._layer: Layer | None = None
         self._slot: Slot | None = None
         self._sums: Tensor | None = None

@@ -110,11 +110,11 @@ def explain(parts: Parts) -> Explanation:
     """Describe all parameters of a model."""
     structure, reductions, progress = parts.structure, parts.scaling.reductions, parts.progress
     seconds, reasons = progress.ended - progress.began, parts.inspection.reasons
-    preconditioned = parts.failure_counters.preconditioned()
+    preconditioned, stale = parts.failure_counters.preconditioned(), parts.failure_counters.stale()
     total = sum(task.cost * group.size for group in structure.groups for task in group.tasks) or 1.0
     rows = [Row(parameter=left.parameter, shape=left.shape, reason=left.reason) for left in structure.coverage.left]
     for group in structure.groups:
-        work, fallbacks = sum(task.cost for task in group.tasks), group.failures.fallbacks
+        work = sum(task.cost for task in group.tasks)
         for layer in (member.layer for member in group.members):
             if layer.key in reasons:
                 reason = reasons[layer.key]
@@ -133,7 +133,7 @@ def explain(parts: Parts) -> Explanation:
                         time=layer.seconds / seconds if first and seconds else None,
                         bytes=group.bytes_per_block() * layer.blocks if first else 0,
                         preconditioned=layer.key in preconditioned,
-                        fallback=fallbacks.get(layer.key, ""),
+                        fallback="last good" if layer.key in stale else "",
                         reduction=reductions.of(layer.name) if reductions.is_mapping else "",
                     )
                 )

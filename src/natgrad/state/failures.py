@@ -1,4 +1,4 @@
-"""Failed decompositions and unusable results of each block, and what preconditioned each layer."""
+"""Failed decompositions and unusable results of each block."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ _UNUSABLE, _TASKS = 1, 4
 
 
 class Level(IntEnum):
-    """What preconditions a layer in a step. `PLAIN`: the layer has no curvature yet."""
+    """What preconditions a layer in a step: nothing yet, the last results, or earlier ones, as a refresh has failed."""
 
     PLAIN = 0
     FRESH = 1
     STALE = 2
-
-    def __str__(self) -> str:
-        """Return a description, empty for `PLAIN` and `FRESH`."""
-        return "last good" if self == Level.STALE else ""
 
 
 class FailureState:
@@ -33,7 +29,6 @@ class FailureState:
         failed: For each task, whether the last decomposition of each block failed.
         unusable: Blocks whose preconditioned gradient could not be used in the last step, although their gradient is
             finite ``[N]`` (bool). None: not allocated.
-        last: The keys of layers and their levels ``[m]`` in the last step. None: all were fresh.
     """
 
     def __init__(self, parts: Iterable[str], size: int) -> None:
@@ -41,7 +36,6 @@ class FailureState:
         self._size = size
         self.failed = {part: [False] * size for part in parts}
         self.unusable: Tensor | None = None
-        self.last: tuple[list[str], Tensor] | None = None
 
     def record_results(self, part: str, blocks: list[int], success: Sequence[bool]) -> None:
         """Record for which of some `blocks` the decompositions of a task succeeded."""
@@ -55,14 +49,6 @@ class FailureState:
     def to(self, device: torch.device) -> None:
         """Move all tensors."""
         self.unusable = None if self.unusable is None else self.unusable.to(device)
-
-    @property
-    def fallbacks(self) -> dict[str, str]:
-        """A description of the fallback of each layer that had no fresh curvature in the last step, by layer key."""
-        if self.last is None:
-            return {}
-        keys, levels = self.last
-        return {key: str(Level(int(level))) for key, level in zip(keys, levels.tolist(), strict=True)}
 
     # --- State --------------------------------------------------------------------------------------------------
 

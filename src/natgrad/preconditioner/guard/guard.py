@@ -107,8 +107,8 @@ class FailureCounters:
         self.guard = guard
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
         self._streaks: dict[tuple[str, int], tuple[BlockGroup, Tensor]] = {}
-        self._flags: dict[int, tuple[BlockGroup, Tensor]] = {}
-        self._complete: set[int] = set()  # the ids of groups all of whose `_flags` the host knows to be set
+        self._flags: dict[int, tuple[BlockGroup, Tensor]] = {}  # which layers curvature has preconditioned
+        self._stale: dict[int, tuple[list[LayerBlocks], Tensor]] = {}  # layers, and which were stale in the last step
         self._preconditioned: set[str] = set()
         self._checks = 0
 
@@ -127,26 +127,15 @@ class FailureCounters:
 
     def record_levels(self, group: BlockGroup, members: list[LayerBlocks], levels: Tensor) -> None:
         """Count and record the levels ``[m]`` of some layers of a group in this step."""
-        is_fresh = known_all(levels <= Level.FRESH)
-        group.failures.last = None if is_fresh else ([member.layer.key for member in members], levels)
-        if id(group) not in self._complete:
-            flags, index = self._flags_of(group, members, levels.device)
-            flags[index] |= levels >= Level.FRESH
-            if known_all(flags):
-                self._complete.add(id(group))
-        if not is_fresh:
-            self._add("fallbacks/stale", (levels == Level.STALE).sum())
-
-    def _flags_of(
-        self, group: BlockGroup, members: list[LayerBlocks], device: torch.device
-    ) -> tuple[Tensor, slice | Tensor]:
-        """Return whether each layer of a group was preconditioned by its curvature ``[M]``, and the place of some."""
         if id(group) not in self._flags:
-            self._flags[id(group)] = group, torch.zeros(len(group.members), dtype=torch.bool, device=device)
-        flags = self._flags[id(group)][1]
-        if len(members) == len(group.members):
-            return flags, slice(None)
-        return flags, tensor_on(device, [group.members.index(member) for member in members])
+            self._flags[id(group)] = group, torch.zeros(len(group.members), dtype=torch.bool, device=levels.device)
+        whole = len(members) == len(group.members)
+        places = slice(None) if whole else tensor_on(levels.device, [group.members.index(one) for one in members])
+        self._flags[id(group)][1][places] |= levels >= Level.FRESH
+        stale = levels == Level.STALE
+        self._stale[id(group)] = members, stale
+        if not known_all(~stale):
+            self._add("fallbacks/stale", stale.sum())
 
     def preconditioned(self) -> set[str]:
         """Return the keys of the layers that were preconditioned by their curvature in any step. Waits."""
@@ -154,6 +143,11 @@ class FailureCounters:
             pairs = zip(group.members, flags.tolist(), strict=True)
             self._preconditioned |= {member.layer.key for member, flag in pairs if flag}
         return self._preconditioned
+
+    def stale(self) -> set[str]:
+        """Return the keys of the layers that an earlier result preconditioned in the last step. Waits."""
+        pairs = [pair for members, stale in self._stale.values() for pair in zip(members, stale.tolist(), strict=True)]
+        return {member.layer.key for member, is_stale in pairs if is_stale}
 
     def refresh_failures(self, group: BlockGroup) -> Tensor:
         """Return how often in a row the curvature of each layer of a group could not be refreshed ``[M]``."""
@@ -213,7 +207,7 @@ class FailureCounters:
         """Reset the counts of failures in a row, because the groups have changed."""
         self.preconditioned()
         self._flags.clear()
-        self._complete.clear()
+        self._stale.clear()
         self._streaks.clear()
 
     def _count(self, total: str, kind: str, group: BlockGroup, blocks: slice | Tensor, failed: Tensor) -> None:
