@@ -55,7 +55,6 @@ METHODS: dict[str, Callable[[], Curvature]] = {
     REFERENCE: natgrad.KFAC,
     "KFAC inverse": partial(natgrad.KFAC, form="inverse"),
     "KFAC iterative": partial(natgrad.KFAC, form="iterative"),
-    "KFAC newton-schulz": partial(natgrad.KFAC, form="newton-schulz"),
     "KFAC, A alone": partial(natgrad.KFAC, form="inverse", sides="a"),
     "EKFAC": natgrad.EKFAC,
     "SNGD": natgrad.SNGD,

@@ -77,13 +77,6 @@ def iterative(layer: Layer) -> None:
         torch.mm(factor, factor)
 
 
-def newton_schulz(layer: Layer) -> None:
-    """Make both factors, and multiply them by the last inverse."""
-    layer.sums()
-    for factor in layer.factors:
-        torch.mm(factor, factor)
-
-
 def ekfac(layer: Layer) -> None:
     """As `eigen`, and square the rows in the bases."""
     eigen(layer)
@@ -126,7 +119,6 @@ LIMITS: dict[str, Callable[[Layer], None]] = {
     "KFAC eigen": eigen,
     "KFAC inverse": inverse,
     "KFAC iterative": iterative,
-    "KFAC newton-schulz": newton_schulz,
     "KFAC, A alone": inputs,
     "EKFAC": ekfac,
     "SNGD": sngd,

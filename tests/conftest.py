@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 
 from natgrad.versions import SEES_COMPILED
-from tests import device, sizes, thinning
+from tests import device, thinning
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,13 +25,6 @@ def pytest_configure(config: pytest.Config) -> None:
     tensors = device.chosen()  # those that tests make while they are imported too
     tensors.__enter__()
     config.add_cleanup(lambda: tensors.__exit__(None, None, None))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def small_is_as_large() -> Iterator[None]:
-    """Have the small matrices of tests renewed as large ones are."""
-    with sizes.treated_alike():
-        yield
 
 
 @pytest.hookimpl(tryfirst=True)

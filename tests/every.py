@@ -20,7 +20,6 @@ EVERY: dict[str, Callable[..., Curvature]] = {
     "kfac reduce": partial(natgrad.KFAC, sharing="reduce"),
     "kfac diagonal": partial(natgrad.KFAC, max_factor_size=4),
     "kfac iterative": partial(natgrad.KFAC, form="iterative"),
-    "kfac newton-schulz": partial(natgrad.KFAC, form="newton-schulz"),
     "ekfac": natgrad.EKFAC,
     "rank one": natgrad.RankOne,
     "spectral": natgrad.Spectral,

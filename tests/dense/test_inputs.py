@@ -16,7 +16,6 @@ FORMS = [
     {"form": "inverse"},
     {"form": "inverse", "pi": False},
     {"form": "iterative", "tolerance": 1e-12},
-    {"form": "newton-schulz", "tolerance": 1e-12, "iterations": 40},
 ]
 DAMPING = 0.3
 

@@ -18,7 +18,6 @@ VARIANTS = {
     "sampled": {"fisher": "sampled", "likelihood": "categorical"},
     "reduce": {"sharing": "reduce"},
     "iterative": {"form": "iterative", "tolerance": 0.3},
-    "newton-schulz": {"form": "newton-schulz"},
     "inputs": {"sides": "a"},
     "ekfac": {"kind": "EKFAC"},
 }

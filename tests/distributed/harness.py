@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import device, sizes
+from tests import device
 from tests.faults import plugin
 
 GRACE = 5.0  # seconds the other ranks get to end once one has failed
@@ -196,7 +196,7 @@ def _serve(connection: Connection) -> None:
     gc.freeze()  # what was imported need not be looked at whenever a run has ended
     if os.environ.get(plugin.VARIABLE):
         plugin.apply_from_environment()
-    with sizes.treated_alike(), device.chosen():
+    with device.chosen():
         _answer(connection)
 
 

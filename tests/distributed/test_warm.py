@@ -13,7 +13,6 @@ from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_c
 STEPS = range(9)
 CURVATURES = {
     "iterative": {"form": "iterative", "tolerance": 0.2},
-    "newton-schulz": {"form": "newton-schulz", "tolerance": 0.02},
     "inputs": {"sides": "a", "form": "iterative"},
     "rank one": {},
 }

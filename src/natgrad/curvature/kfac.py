@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # The cost of each form in Cholesky inverses: about five for eigenvectors, about half of that with the last basis.
-_COST = {"eigen": 5.0, "iterative": 2.5, "inverse": 1.0, "newton-schulz": 3.0}
-# The default tolerance and number of iterations.
-_WARM = {"iterative": (0.1, 2), "newton-schulz": (0.01, 12)}
+_COST = {"eigen": 5.0, "iterative": 2.5, "inverse": 1.0}
+# The default tolerance and number of iterations of "iterative".
+_TOLERANCE, _ITERATIONS = 0.1, 2
 
 
 class KFAC(Curvature):
@@ -46,7 +46,7 @@ class KFAC(Curvature):
     def __init__(
         self,
         *,
-        form: Literal["eigen", "iterative", "inverse", "newton-schulz"] = "eigen",
+        form: Literal["eigen", "iterative", "inverse"] = "eigen",
         fisher: Literal["empirical", "sampled"] = "empirical",
         sharing: Literal["expand", "reduce"] = "expand",
         factor_decay: float = 0.95,
@@ -64,9 +64,7 @@ class KFAC(Curvature):
             form: "eigen": (G ⊗ A + γI)⁻¹ exactly, with the damping of the step. "inverse": damped Cholesky inverses of
                 A and G, cheaper to compute and to apply, with the damping of their refresh. "iterative": as "eigen",
                 but each decomposition starts from the last basis (`Warm.eigh`), at a third of the cost if that basis
-                is still accurate. "newton-schulz": as "inverse", but starting from the last inverse and using only
-                matrix products (`Warm.damped_inverse`); on a CPU Cholesky is cheaper. Use the last two on accelerators
-                with a refresh at every step or every few steps.
+                is still accurate; for a refresh at every step or every few steps.
             fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
                 prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
             sharing: How positions of a shared weight combine, "expand" or "reduce" (Eschenhagen 2023).
@@ -74,22 +72,22 @@ class KFAC(Curvature):
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
             sides: "both", or "a": A alone, ``W (A + γI)⁻¹``, gradient descent on the layer's outputs (FOOF: Benzing
                 2022). G is not computed; γ is then in the units of A.
-            pi: Whether the inverse forms balance the damping between A and G by their traces. False: γ on both
+            pi: Whether the inverse form balances the damping between A and G by their traces. False: γ on both
                 (Pauloski 2022, eq. 9-10).
             max_factor_size: The largest number of inputs (with the bias's constant 1) or outputs with a full factor;
                 None: any number.
             wide: How larger factors are stored. "diagonal": the diagonal. "optimizer": the layer is left to the
                 optimizer.
-            tolerance: The residual at which "iterative" and "newton-schulz" stop. "iterative":
-                ``‖A - Q diag(v) Qᵀ‖ / ‖A‖``, default 0.1, about the change of a running average by one batch in
-                twenty. "newton-schulz": ``‖I - (A + γI) X‖``, default 0.01.
-            iterations: The largest number of iterations of these forms (default 2 and 12) before a factor is
-                decomposed from scratch.
+            tolerance: The residual ``‖A - Q diag(v) Qᵀ‖ / ‖A‖`` at which "iterative" stops, default 0.1, about the
+                change of a running average by one batch in twenty.
+            iterations: The largest number of iterations of "iterative", default 2, before a factor is decomposed from
+                scratch.
 
         Raises:
             ValueError: if an argument is not allowed.
         """
-        require_one_of("form", form, *_COST)
+        allowed = "'eigen', 'iterative' or 'inverse' ('newton-schulz' was removed)"
+        require(isinstance(form, str) and form in _COST, "form", form, allowed)
         require_one_of("sharing", sharing, "expand", "reduce")
         require(isinstance(pi, bool), "pi", pi, "True or False")
         check_whole("max_factor_size", max_factor_size, 1, optional=True)
@@ -204,15 +202,14 @@ class KFAC(Curvature):
         previous: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
         factor, side = averages[task], self.A if task == "A" else self.G
-        last = None if previous is None else previous.get(f"Q{task}", previous.get(f"inverse_{task}"))
         if self._decomposition == "eigen":
-            return side.decompose(task, factor, self.warm, last)
+            return side.decompose(task, factor, self.warm, None if previous is None else previous.get(f"Q{task}"))
         share = factor.new_full((len(factor),), damping)
         if self.pi:
             means = self.A.mean_eigenvalue(averages["A"]), self.G.mean_eigenvalue(averages["G"])
             pi = linalg.trace_balance(*means)
             share = damping**0.5 * (pi if task == "A" else 1 / pi)
-        return side.invert(task, factor, share, self.warm, last)
+        return side.invert(task, factor, share)
 
     @override
     def precondition(
@@ -252,11 +249,12 @@ class KFAC(Curvature):
 
 
 def _warm(form: str, tolerance: float | None, iterations: int | None) -> Warm | None:
-    """Return the settings of the iterative forms, with defaults filled in; None for the other forms."""
-    if form in _WARM:
-        usual = _WARM[form]
-        chosen = usual[0] if tolerance is None else tolerance
-        return Warm(tolerance=chosen, iterations=usual[1] if iterations is None else iterations)
+    """Return the settings of the iterative form, with defaults filled in; None for the other forms."""
+    if form == "iterative":
+        return Warm(
+            tolerance=_TOLERANCE if tolerance is None else tolerance,
+            iterations=_ITERATIONS if iterations is None else iterations,
+        )
     for name, value in (("tolerance", tolerance), ("iterations", iterations)):
         require(value is None, name, value, f"left out with form={form!r}")
     return None

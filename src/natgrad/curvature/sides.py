@@ -98,18 +98,8 @@ class Side(ABC):
         """
 
     @abstractmethod
-    def invert(
-        self,
-        name: str,
-        factor: Tensor,
-        damping: Tensor,
-        warm: Warm | None = None,
-        previous: Tensor | None = None,
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, and whether each block succeeded ``[N]``.
-
-        With `warm` the iteration starts from the inverse `previous`, if there is one.
-        """
+    def invert(self, name: str, factor: Tensor, damping: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, and whether each block succeeded ``[N]``."""
 
     @abstractmethod
     def rotate(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
@@ -150,18 +140,8 @@ class Full(Side):
         return {f"Q{name}": vectors, f"v{name}": values}, fine
 
     @override
-    def invert(
-        self,
-        name: str,
-        factor: Tensor,
-        damping: Tensor,
-        warm: Warm | None = None,
-        previous: Tensor | None = None,
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        if warm is None:
-            inverse, fine = linalg.damped_inverse(factor, damping)
-        else:
-            inverse, fine = warm.damped_inverse(factor, damping, previous)
+    def invert(self, name: str, factor: Tensor, damping: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        inverse, fine = linalg.damped_inverse(factor, damping)
         return {f"inverse_{name}": inverse}, fine
 
     @override
@@ -202,14 +182,7 @@ class Diagonal(Side):
         return {f"v{name}": factor}, factor.sum(-1).isfinite()
 
     @override
-    def invert(
-        self,
-        name: str,
-        factor: Tensor,
-        damping: Tensor,
-        warm: Warm | None = None,
-        previous: Tensor | None = None,
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def invert(self, name: str, factor: Tensor, damping: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         inverse = (factor + damping[:, None]).reciprocal_()
         return {f"inverse_{name}": inverse}, inverse.sum(-1).isfinite()
 

@@ -1,46 +1,27 @@
-"""Eigendecompositions and inverses that start from the last result and improve it by matrix products.
+"""Eigendecompositions that start from the last result and improve it by matrix products.
 
-Running averages change little between two refreshes, so that the last result is nearly the next one. Its residual is
-computed first; blocks that fail the test are iterated, and blocks that still fail are decomposed from scratch. Shapes:
-N blocks of size d. Norms are Frobenius norms.
+Running averages change little between two refreshes, so that the last basis is nearly the next one. Its residual is
+computed first; bases that fail the test are rotated, and blocks that still fail are decomposed from scratch. Shapes: N
+blocks of size d. Norms are Frobenius norms.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log, log2
 
 import torch
 from torch import Tensor
 
 from natgrad.errors import require
-from natgrad.linalg import damped_inverse, eigh, product, tensor_on
-from natgrad.linalg.device import on_host
-from natgrad.linalg.lapack import symmetric
+from natgrad.linalg import eigh, product, symmetric, tensor_on
 from natgrad.schedule import check_whole
 
 # The first iteration rotates one in _FIRST eigenvectors, later ones one in _LATER; each typically divides the residual
 # by _GAIN.
 _FIRST, _LATER = 8, 4
 _GAIN = 4.0
-# On a CPU a test costs more than a tenth of a decomposition for matrices below _SMALL, and for fewer than _MANY
-# matrices below _MIDDLE. An iteration costs more than a decomposition below _MIDDLE.
-_SMALL, _MIDDLE, _MANY = 256, 320, 8
-# On a GPU an iteration costs more than a decomposition of matrices of up to _FEW columns, or of matrices with up to
-# _TOGETHER columns in all (`natgrad.linalg.cusolver`).
-_FEW, _TOGETHER = 256, 512
-_ALONE = 1  # the number of iterations of a single matrix that is faster there than a decomposition
-# On a CPU the leading vectors, one in _TESTED, are tested first, which is much cheaper than testing all.
-_TESTED = 16
-# The residual of the leading vectors, in tolerances, from which on two iterations are needed, which cost as much as a
-# decomposition there.
-_LEADING = 3.0
-# Blocks with norms below this, or above its inverse, are scaled, because their squares are inexact in float32.
-_TINY = 1e-10
 # The allowed deviation of a basis from orthogonality, in units of the rounding of its dtype; LAPACK's have about 10.
 _SKEW = 1000.0
-# The largest relative residual that rounding a basis to bfloat16 can explain (vectors move by at most 2⁻⁹).
-_ROUNDED = 2.0**-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +53,7 @@ class Warm:
         rotated up to `iterations` times: by a Rayleigh-Ritz step within it, then against the other vectors by the
         angles that diagonalise F on each pair (Jacobi 1846), at most 45 degrees, combined in the direct rotation, the
         orthogonal map that moves a subspace least (Davis & Kahan 1970, section 4). `linalg.eigh` decomposes blocks
-        that still fail the test or are too far from it at the start, and sizes for which it is faster.
+        that still fail the test or are too far from it at the start.
 
         With τ the tolerance, ``QDQᵀ`` is positive semi-definite and at most τ‖F‖ from F. For two such factors
         ``(G ⊗ A + γI)⁻¹`` is positive definite, at most 1 / γ, and at most ``((1 + τ)² - 1) ‖G‖ ‖A‖ / γ²`` from the
@@ -87,155 +68,51 @@ class Warm:
             test, about 0.8 for the first iteration and 1.5 for each later one. Synchronizes with the device once if
             all bases stay, and three times more per iteration.
         """
-        if basis is None or not _tests(matrices.device, *matrices.shape[:2]):
+        if basis is None:
             return eigh(matrices)
-        F, norm, scale = _scaled(symmetric(matrices))
-        refined = self._refined(F, norm, basis.to(F.dtype))
-        if refined is None:
-            return eigh(matrices)
-        values, vectors, passed = refined
-        values = (values if scale is None else values * scale).clamp_(min=0)
+        F, scale = _scaled(symmetric(matrices))
+        values, vectors, passed = self._refine(F, _orthogonal(basis.to(F.dtype)))
+        values = (values * scale).clamp_(min=0)
         fine = torch.ones(len(F), dtype=torch.bool, device=F.device)
         failed = [block for block, succeeded in enumerate(passed) if not succeeded]
-        if not failed:
-            return values, vectors, fine
-        if len(failed) == len(F):
-            return eigh(matrices)
-        index = tensor_on(F.device, failed, torch.long)
-        exact = eigh(matrices[index])
-        return tuple(old.index_copy(0, index, new) for old, new in zip((values, vectors, fine), exact, strict=True))  # type: ignore[return-value]
+        if failed:
+            index = tensor_on(F.device, failed, torch.long)
+            values[index], vectors[index], fine[index] = eigh(matrices[index])
+        return values, vectors, fine
 
-    def _refined(
-        self, F: Tensor, norm: Tensor, Q: Tensor, *, rounded: bool = True
-    ) -> tuple[Tensor, Tensor, list[bool]] | None:
-        """Return eigenvalues, eigenvectors, and which blocks pass the test; other blocks hold no valid result.
-
-        None if no block passes. `rounded`: bases that are not orthogonal are orthogonalised and tested again.
-        """
-        limit = self.tolerance * norm
-        most = _turns(F.device, len(F), F.shape[-1], self.iterations)
-        reach = limit * max(1.0, _GAIN * most)
-        leading = limit * (_LEADING if most else 1.0)
-        tested = _tested(F, Q, leading, torch.hypot(leading, _ROUNDED * norm) if rounded else leading)
-        if tested is None:
-            return None
-        pieces, values, residual, beyond = tested
-        orthogonal_mask = _is_orthogonal(Q)
-        near = orthogonal_mask & (residual <= reach) & (beyond <= leading)
-        tests = torch.stack([orthogonal_mask, orthogonal_mask & (residual <= limit), near])
-        orthogonal, passed, turnable = tests.tolist()  # synchronizes
-        if rounded and not all(orthogonal):
-            return self._refined(
-                F, norm, torch.where(orthogonal_mask[:, None, None], Q, _orthogonalised(Q)), rounded=False
-            )
-        if all(passed) or not any(turnable) or most == 0:
-            return values, Q, passed
-        Y = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
-        for share in (_FIRST, *[_LATER] * (most - 1)):
+    def _refine(self, F: Tensor, Q: Tensor) -> tuple[Tensor, Tensor, list[bool]]:
+        """Return eigenvalues, eigenvectors, and which blocks pass the test; other blocks hold no valid result."""
+        limit = self.tolerance * torch.linalg.vector_norm(F, dim=(1, 2))
+        Y = product(F, Q)
+        values, residual = _rayleigh(Q, Y)
+        orthogonal, stays = _is_orthogonal(Q), residual <= limit
+        near = orthogonal & (residual <= limit * max(1.0, _GAIN * self.iterations))
+        passed, turnable = torch.stack([orthogonal & stays, near]).tolist()  # synchronizes
+        if all(passed) or not any(turnable) or self.iterations == 0:
+            return values, Q.clone(), passed
+        for share in (_FIRST, *[_LATER] * (self.iterations - 1)):
             left = [block for block in range(len(F)) if turnable[block] and not passed[block]]
             if not left:
                 break
-            whole, index = len(left) == len(F), tensor_on(F.device, left, torch.long)
-            part = (Q, Y, values) if whole else (Q[index], Y[index], values[index])
-            turned = _turn(*part, max(1, F.shape[-1] // share))
+            index = tensor_on(F.device, left, torch.long)
+            turned = _turn(Q[index], Y[index], values[index], max(1, F.shape[-1] // share))
             found, residual = _rayleigh(*turned)
             for block, succeeded in zip(left, (residual <= limit[index]).tolist(), strict=True):
                 passed[block] = succeeded
             Q, Y, values = (
-                new if whole else old.index_copy(0, index, new)
-                for old, new in zip((Q, Y, values), (*turned, found), strict=True)
+                old.index_copy(0, index, new) for old, new in zip((Q, Y, values), (*turned, found), strict=True)
             )
         # The next call takes the last vectors as the leading ones. Bases that passed at once keep their order.
-        stayed, places = tests[1, :, None], torch.arange(F.shape[-1], device=F.device)
-        order = torch.where(stayed, places, values.argsort(-1))
+        places = torch.arange(F.shape[-1], device=F.device)
+        order = torch.where((orthogonal & stays)[:, None], places, values.argsort(-1))
         return values.take_along_dim(order, -1), Q.take_along_dim(order[:, None, :], -1), passed
 
-    def damped_inverse(self, matrices: Tensor, damping: Tensor, inverses: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Invert F = ``matrices + damping I`` by Newton's iteration, starting from the inverses of similar matrices.
 
-        X ← X (2I - FX) squares the residual ``I - FX`` (Schulz 1933). It starts from the last inverse, scaled to the
-        least residual, or, if that residual is not smaller, from a multiple of the identity with a residual below 1.
-        The number of iterations follows from the first residual. `linalg.damped_inverse` inverts blocks that need more
-        than `iterations`, or fail the test at the end.
-
-        The error of X is at most `tolerance` ‖F⁻¹‖, because ``F⁻¹ - X = F⁻¹ (I - FX)``.
-
-        Args:
-            matrices: ``[N, d, d]`` symmetric positive semi-definite; only the lower triangles are read.
-            damping: ``[N]``.
-            inverses: ``[N, d, d]``, in any dtype; None: there are none.
-
-        Returns:
-            The same as `linalg.damped_inverse`. Cost in products of two d x d matrices: 2 for the tests, 2 for each
-            iteration. Synchronizes with the device twice.
-        """
-        F = symmetric(matrices)
-        F.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
-        X, error = _start(F, damping, None if inverses is None else inverses.to(F.dtype))
-        counts = [self._count(value, F.shape[-1]) for value in error.tolist()]
-        fine = torch.ones(len(F), dtype=torch.bool, device=F.device)
-        for count in sorted(set(counts) - {0}):
-            index = tensor_on(F.device, [block for block, needed in enumerate(counts) if needed == count], torch.long)
-            if count > self.iterations:
-                fine[index] = False
-                continue
-            f, x = F[index], X[index]
-            for _ in range(count):
-                x = torch.baddbmm(x, x, product(f, x), beta=2, alpha=-1)
-            X[index], fine[index] = (x + x.mT) / 2, _distance(product(f, x), 1.0) <= self.tolerance
-        if not bool(fine.all()):
-            index = (~fine).nonzero().flatten()
-            X[index], fine[index] = damped_inverse(matrices[index], damping[index])
-        return X, fine
-
-    def _count(self, error: float, size: int) -> int:
-        """Return how many squarings bring a residual well below the tolerance; more than `iterations` if none do."""
-        if error <= self.tolerance:
-            return 0
-        goal = self.tolerance / (2 * size**0.5)  # `error` may be a bound on the largest eigenvalue of the residual
-        return ceil(log2(max(1.0, log(goal) / log(error)))) or 1 if error < 1 else self.iterations + 1
-
-
-def _tests(device: torch.device, count: int, size: int) -> bool:
-    """Return whether a test is much cheaper than a decomposition from scratch."""
-    return not on_host(device) or size >= (_SMALL if count >= _MANY else _MIDDLE)
-
-
-def _turns(device: torch.device, count: int, size: int, allowed: int) -> int:
-    """Return the number of iterations that are faster than a decomposition from scratch."""
-    if on_host(device):
-        return allowed if size >= _MIDDLE else 0
-    if size <= _FEW or count * size <= _TOGETHER:
-        return 0
-    return min(allowed, _ALONE) if count == 1 else allowed
-
-
-def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor] | None:
-    """Return FQ in parts, the Rayleigh quotients, and the norms of two residuals ``[N]``.
-
-    The residuals are of all vectors, and of the leading ones if those are tested first, otherwise 0. None if the
-    leading vectors fail in every block.
-
-    Args:
-        F: ``[N, d, d]``.
-        Q: The bases.
-        reach: The allowed residual of the leading vectors ``[N]``.
-        far: The allowed residual for bases that are not orthogonal because of rounding ``[N]``.
-    """
-    size = F.shape[-1]
-    if not on_host(F):
-        Y = product(F, Q)
-        return [Y], *_rayleigh(Q, Y), torch.zeros_like(reach)
-    rest = size - max(1, size // _TESTED)
-    leading, others = Q[..., rest:], Q[..., :rest]
-    last = product(F, leading)
-    last_values, beyond = _rayleigh(leading, last)
-    lost = beyond > far  # usually all or none, which saves the test of orthogonality
-    if bool(lost.all()) or (bool((beyond > reach).all()) and bool((lost | _is_orthogonal(leading)).all())):
-        return None
-    first = product(F, others)
-    values, residual = _rayleigh(others, first)
-    return [first, last], torch.cat([values, last_values], -1), torch.hypot(residual, beyond), beyond
+def _scaled(F: Tensor) -> tuple[Tensor, Tensor]:
+    """Return F with a largest diagonal entry of 1, so that squares neither overflow nor vanish, and the divisors."""
+    scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger
+    scale = torch.where(scale > 0, scale, 1)[:, None]
+    return F.div_(scale[:, :, None]), scale
 
 
 def _rayleigh(Q: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,17 +121,6 @@ def _rayleigh(Q: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     values = products.sum(-2)
     residuals = torch.addcmul(Y, Q, values[:, None, :], value=-1, out=products)
     return values, torch.linalg.vector_norm(residuals, dim=(1, 2))
-
-
-def _scaled(F: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return F scaled so that squares of entries are exact, the norms ``[N]``, and the divisors ``[N, 1]`` or None."""
-    norm: Tensor = torch.linalg.vector_norm(F, dim=(1, 2))
-    if on_host(F) and all(_TINY < value < 1 / _TINY for value in norm.tolist()):
-        return F, norm, None
-    scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger
-    scale = torch.where(scale > 0, scale, 1)[:, None]
-    F /= scale[:, :, None]
-    return F, torch.linalg.vector_norm(F, dim=(1, 2)), scale
 
 
 def _turn(Q: Tensor, Y: Tensor, values: Tensor, leading: int) -> tuple[Tensor, Tensor]:
@@ -299,30 +165,12 @@ def _is_orthogonal(Q: Tensor) -> Tensor:
     return error.le(limit)
 
 
-def _orthogonalised(Q: Tensor) -> Tensor:
-    """Return the nearest orthogonal bases of rounded ones, by Newton's iteration (Björck & Bowie 1971)."""
+def _orthogonal(Q: Tensor) -> Tensor:
+    """Return the bases; the nearest orthogonal ones of those that were rounded (Björck & Bowie 1971)."""
+    orthogonal = _is_orthogonal(Q)
+    if bool(orthogonal.all()):
+        return Q
+    R = Q
     for _ in range(3):  # an error e becomes 3/4 e²: three steps reduce bfloat16's 2⁻⁸ below float64's
-        Q = torch.baddbmm(Q, Q, product(Q.mT, Q), beta=1.5, alpha=-0.5)
-    return Q
-
-
-def _start(F: Tensor, damping: Tensor, inverses: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the start X of Newton's iteration, and an upper bound below 1 on the norm of its residual I - FX."""
-    bound = F.abs().sum(-1).amax(-1)  # no eigenvalue is larger than this, or smaller than the damping
-    X = torch.diag_embed((2 / (bound + damping))[:, None].expand(F.shape[:2]))
-    error = (bound - damping) / (bound + damping)
-    if inverses is None:
-        return X, error
-    products = product(F, inverses)
-    share = products.diagonal(dim1=-2, dim2=-1).sum(-1) / products.square().sum((1, 2))
-    warm = _distance(products, share)
-    nearer = warm < error
-    return torch.where(nearer[:, None, None], inverses * share[:, None, None], X), torch.where(nearer, warm, error)
-
-
-def _distance(products: Tensor, share: Tensor | float) -> Tensor:
-    """Return ‖share · products - I‖ ``[N]``, overwriting `products`."""
-    products = products.mul_(share[:, None, None] if isinstance(share, Tensor) else share)
-    products.diagonal(dim1=-2, dim2=-1).sub_(1)
-    distance: Tensor = torch.linalg.vector_norm(products, dim=(1, 2))
-    return distance
+        R = torch.baddbmm(R, R, product(R.mT, R), beta=1.5, alpha=-0.5)
+    return torch.where(orthogonal[:, None, None], Q, R)

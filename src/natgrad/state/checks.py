@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import require
-from natgrad.linalg import lapack
 from natgrad.linalg.precision import at_least_float32
 from natgrad.specs import TensorSpec
 from natgrad.state.block_group import BlockGroup
@@ -100,4 +99,5 @@ def _are_semidefinite(matrices: Tensor) -> Tensor:
     bound = torch.minimum(torch.linalg.matrix_norm(matrices), torch.linalg.matrix_norm(matrices, ord=torch.inf))
     shifted = matrices.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(torch.where(bound > 0, _ROUNDED * bound, 1)[:, None])
-    return lapack.cholesky(shifted)[1] == 0
+    info: Tensor = torch.linalg.cholesky_ex(shifted).info
+    return info == 0
