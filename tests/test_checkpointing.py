@@ -82,7 +82,6 @@ def moved_to_the_host(blocks, x):
 
 
 PLAIN = partial(one_by_one, use_reentrant=False)
-REENTRANT = partial(one_by_one, use_reentrant=True)
 WAYS = {
     "plain": PLAIN,
     "nested": nested,
@@ -91,7 +90,10 @@ WAYS = {
     "sequential": partial(checkpoint_sequential, use_reentrant=False, segments=2),
     "moved": moved_to_the_host,
 }
-REENTRANT_WAYS = {"reentrant": REENTRANT, "sequential": partial(checkpoint_sequential, use_reentrant=True, segments=2)}
+REENTRANT_WAYS = {
+    "reentrant": partial(one_by_one, use_reentrant=True),
+    "sequential": partial(checkpoint_sequential, use_reentrant=True, segments=2),
+}
 
 
 def sequential(way):
@@ -153,20 +155,15 @@ def test_checkpoints_of_layers_without_biases(way):
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("curvature", FISHERS[:2])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("curvature", FISHERS)
 @pytest.mark.parametrize("way", REENTRANT_WAYS.values(), ids=REENTRANT_WAYS)
-def test_reentrant_checkpoints(way, curvature, micro_batches, reduction):
-    options = {"micro_batches": micro_batches, "reduction": reduction}
-    expected, _ = train(network(dropout=0.5), curvature, **options)
-    actual, _ = train(network(sequential(way), 0.5), curvature, **options)
-    assert_same(actual, expected)
+def test_reentrant_checkpoints_are_refused(way, curvature):
+    with pytest.raises(natgrad.NatgradError, match="use_reentrant=False"):
+        train(network(sequential(way)), curvature)
 
 
-@pytest.mark.parametrize("way", [PLAIN, REENTRANT])
-def test_natural_muon_moves_recomputed_layers_as_others(way):
-    plain, recomputed = network(dropout=0.5), network(way, 0.5)
+def test_natural_muon_moves_recomputed_layers_as_others():
+    plain, recomputed = network(dropout=0.5), network(PLAIN, 0.5)
     for model in (plain, recomputed):
         optimizer = natgrad.NaturalMuon(model, interval=2, heads=["exit"], accumulation="sum")
         for step in range(4):
@@ -185,11 +182,6 @@ def test_selective_checkpoints_know_no_sampled_fisher():
         train(network(selective), SAMPLED)
 
 
-def test_reentrant_checkpoints_know_no_sampled_fisher():
-    with pytest.raises(natgrad.NatgradError, match="use_reentrant=False"):
-        train(network(REENTRANT), SAMPLED)
-
-
 @pytest.mark.parametrize("curvature", FISHERS)
 def test_wrapped_blocks_keep_their_names(curvature):
     expected, before = train(network(), curvature)
@@ -201,15 +193,12 @@ def test_wrapped_blocks_keep_their_names(curvature):
     assert after.state_dict()["blocks"].keys() == before.state_dict()["blocks"].keys()
 
 
-@pytest.mark.parametrize(
-    ("way", "curvature"),
-    [pair for pair in product((PLAIN, REENTRANT), FISHERS) if pair != (REENTRANT, SAMPLED)],
-)
-def test_natgrad_keeps_no_activations_of_checkpoints(way, curvature):
+@pytest.mark.parametrize("curvature", FISHERS)
+def test_natgrad_keeps_no_activations_of_checkpoints(curvature):
     """Between forward and backward there are as many bytes with natgrad as without."""
 
     def kept(covered):
-        model = network(way)
+        model = network(PLAIN)
         preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**curvature)) if covered else None
         outputs = model(torch.randn(64, 5, 3, dtype=torch.float64))
         tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (64, 5, 4)]

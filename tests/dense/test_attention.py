@@ -206,11 +206,10 @@ def test_under_torch_compile():
     assert_same_steps(model, other, torch.randn(3, 5, 4).double(), compiled)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_under_activation_checkpointing(reentrant):
+def test_under_activation_checkpointing():
     model = SelfAttending(packed())
     other, x = copy.deepcopy(model), torch.randn(3, 5, 4).double().requires_grad_()
-    assert_same_steps(model, other, x, lambda x: checkpoint(other, x, use_reentrant=reentrant))
+    assert_same_steps(model, other, x, lambda x: checkpoint(other, x, use_reentrant=False))
 
 
 def test_under_autocast():

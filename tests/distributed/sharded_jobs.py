@@ -125,7 +125,7 @@ class Case:
     ragged: bool = False
     micro_batches: int = 1
     synchronise_always: bool = False
-    checkpointing: str = ""  # "REENTRANT" or "NO_REENTRANT"
+    checkpointing: bool = False
     frozen: tuple[str, ...] = ()
     optimizer: str = "SGD"
     joined: bool = False
@@ -190,8 +190,7 @@ class Training:
         for name in case.frozen:
             self.model.get_parameter(name).requires_grad_(False)
         if case.checkpointing:
-            implementation = getattr(CheckpointImpl, case.checkpointing)
-            wrap = partial(checkpoint_wrapper, checkpoint_impl=implementation)
+            wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
             kinds = (nn.Sequential, nn.Linear)
             apply_activation_checkpointing(self.model, wrap, check_fn=lambda module: isinstance(module, kinds))
         self.wrapped = self._wrap()

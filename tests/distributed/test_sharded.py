@@ -86,9 +86,8 @@ def test_optimizers(ranks, optimizer, joined):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
-@pytest.mark.parametrize("kind", ["REENTRANT", "NO_REENTRANT"])
-def test_activation_checkpointing(ranks, wrapper, kind):
-    assert_equal_to_one_process(ranks, 2, Case(wrapper=wrapper, checkpointing=kind))
+def test_activation_checkpointing(ranks, wrapper):
+    assert_equal_to_one_process(ranks, 2, Case(wrapper=wrapper, checkpointing=True))
 
 
 @pytest.mark.parametrize("wrapper", ["root", "layers"])

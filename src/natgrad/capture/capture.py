@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from natgrad.capture.reductions import Count, Reductions
 from natgrad.capture.rows import RowBuffer
 from natgrad.capture.sources import Source
 from natgrad.capture.sums import SampleCount, StatisticsBuffer
-from natgrad.capture.upstream import destination, differentiate_to, mark, marked, sources
+from natgrad.capture.upstream import destination, differentiate_to, sources
 from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
@@ -40,7 +40,7 @@ from natgrad.state.block_group import BlockGroup, LayerBlocks
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-_REENTRANT = "sampled labels need checkpoint(..., use_reentrant=False)"
+_REENTRANT = "natgrad does not support reentrant checkpoints: use checkpoint(..., use_reentrant=False)"
 
 
 class Capture:
@@ -70,7 +70,7 @@ class Capture:
         self._owners: dict[nn.Module, FSDPModule] = {}
         self._pooled: dict[str, dict[bool, Pooled]] = {}  # lookups of a tied embedding apart from other uses
         self._uses: dict[str, weakref.WeakSet[LayerCall]] = {}  # of pooled layers, until their gradients arrive
-        self._marks: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionary()
+        self._sampled: weakref.WeakSet[LayerCall] = weakref.WeakSet()  # uses that a sampled pass is to reach
         self._loss: int | None = None  # the last backward pass of the loss
         self.fills = False
         self.wanted = True
@@ -190,8 +190,13 @@ class Capture:
         """Return the edges of the graph by which to differentiate so that the pass reaches every use of the layers."""
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in below):
             raise NatgradError(_REENTRANT)
-        found = [(edge, name) for edge, (capture, name) in marked(below, self._marks) if capture() is self]
-        ends, seen = sources([edge for edge, _ in found]), {name for _, name in found}
+        outputs: dict[int, list[tuple[int, str]]] = {}
+        for use in self._sampled:
+            if use.edge is not None:
+                outputs.setdefault(use.edge[0], []).append((use.edge[1], use.primary.name))
+        found = [(node, *output) for node in below for output in outputs.get(node._sequence_nr(), ())]
+        ends = sources([GradientEdge(node, number) for node, number, _ in found], below)
+        seen = {name for _, _, name in found}
         # A compiled graph has no node for a layer: differentiate by the layer's parameters.
         for name in self.captured - seen:
             group, member = self._members[name]
@@ -235,25 +240,29 @@ class Capture:
                 f"the input of {name} is a nested tensor: pad its samples to one length, or exclude the layer"
             )
         curvature, primary, layer = self._used(name, index)
-        outer_task = torch._C._current_graph_task_id()  # a backward pass that recomputes checkpoints
         forward = self.forward.current
         if forward is not None and forward.open is not None and layer.batched(inputs):
             self.forward.settle(layer.samples(inputs))
-        batch = int(self.forward.batch) if forward is not None or outer_task != -1 else -1
+        batch = -1 if forward is None else int(self.forward.batch)
         # Statistics need the inputs; counting samples only needs their shape.
         wanted = self._wants(name)
         source = self.forward.source(inputs) if wanted else None
         saved = Saved(inputs, source) if wanted or self.audit.wants_inputs(name) else None
         shape = outline(inputs) if saved is None else saved.outline
-        use = LayerCall(primary, layer, curvature, saved, shape, batch, forward, outer_task)
+        use = LayerCall(primary, layer, curvature, saved, shape, batch, forward)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
             forward.note(name, layer.positions(output))
         size, output = output.shape, viewed(output)
+        if torch._C._current_graph_task_id() != -1:  # recomputed: a gradient arrives only if that is reentrant
+            output.register_hook(_refuse)
+            return
         output.register_hook(lambda gradient: self._take_gradient(use, gradient.reshape(size)))
         if curvature.sum_positions:
             self._uses.setdefault(name, weakref.WeakSet()).add(use)
-        if wanted and curvature.likelihood is not None and outer_task == -1:
-            self._marks[mark(output, (weakref.ref(self), name))] = use
+        if wanted and curvature.likelihood is not None:
+            edge = get_gradient_edge(output)
+            use.edge = edge.node._sequence_nr(), edge.output_nr
+            self._sampled.add(use)
 
     def _used(self, name: str, index: int) -> tuple[Curvature, Layer, Layer]:
         """Return the curvature of a layer, the layer, and the current form of its tied layer at `index`."""
@@ -265,12 +274,10 @@ class Capture:
         if not self._observes(name):
             return
         curvature, primary, layer = self._used(name, index)
-        known, outer_task = map(int, batch)
-        if outer_task == torch._C._current_graph_task_id():
-            outer_task = -1  # the checkpoint is not reentrant
-        elif outer_task != -1:
-            known = int(self.forward.batch)
-        use = LayerCall(primary, layer, curvature, Saved(inputs), inputs, known, None, outer_task, traced=True)
+        known, recomputing = map(int, batch)
+        if recomputing not in (-1, torch._C._current_graph_task_id()):
+            _refuse(gradient)
+        use = LayerCall(primary, layer, curvature, Saved(inputs), inputs, known, None, traced=True)
         self._take_gradient(use, gradient)
 
     def _take_gradient(self, use: LayerCall, gradient: Tensor) -> None:
@@ -279,13 +286,11 @@ class Capture:
             return
         slot, name = use.layer.slots[0], use.primary.name
         unshard(self._owners.get(slot.module), slot.parameter)  # FSDP2's own hook may run later
-        task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
+        task = torch._C._current_graph_task_id()
         begins = not self._sampling and task != self._loss
         taken = destination(slot.parameter) if begins else ""
         if begins and not taken:
             return  # gradients by the model's inputs only (attacks, saliency maps)
-        if use.outer_task != -1 and use.curvature.likelihood is not None:
-            raise NatgradError(_REENTRANT)
         started = perf_counter()
         inputs, first = use.inputs, use.first_task(task)
         self._settle(use, first, gradient)
@@ -385,8 +390,6 @@ class Capture:
         """Return whether gradients of other uses of the layer in the same pass may follow."""
         if use.traced:  # uses in compiled graphs are not known in advance; keeping all positions needs too much memory
             return self._reductions.of(use.primary.name) != "tokens"
-        if use.outer_task != -1:
-            return True  # further checkpoints have not been recomputed yet
         uses = self._uses.get(use.primary.name, ())
         return any(other.inputs is not None for other in uses if not (self._sampling and other is use))
 
@@ -423,6 +426,11 @@ class Capture:
         beyond = samples > most or not tokens  # a count of samples says nothing about positions
         before = count.known(task) if tokens else 0  # a head may be applied in pieces
         count.count(task, most if inputs.one_hot else min(before + samples, most), rows, beyond=beyond)
+
+
+def _refuse(gradient: Tensor) -> NoReturn:
+    """Refuse the gradient of an output that a nested backward pass has recomputed."""
+    raise NatgradError(_REENTRANT)
 
 
 def viewed(output: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class LayerCall:
         outline: A tensor with the shape of the inputs.
         batch: The batch size of the model's input. -1: none.
         forward: The forward pass of the model that the use belongs to, if known.
-        outer_task: The backward pass that recomputes a reentrant checkpoint. -1: none.
+        edge: The number of the node of its output in the autograd graph, and of the output there, if needed.
         traced: Whether the use is part of a compiled graph, which reports it only with its gradient.
     """
 
@@ -83,8 +83,8 @@ class LayerCall:
     outline: Tensor
     batch: int
     forward: ForwardPass | None
-    outer_task: int
     traced: bool = False
+    edge: tuple[int, int] | None = None
 
     def first_task(self, task: int) -> int:
         """Return the first backward pass through the same forward pass, whose later ones add further losses."""

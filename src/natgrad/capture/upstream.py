@@ -1,11 +1,8 @@
-"""Edges of an autograd graph: attach notes to them, and differentiate by as few as are needed to reach all.
-
-Notes are deleted with the graph.
-"""
+"""Differentiate by as few edges of an autograd graph as are needed to reach all of some edges."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,31 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-_KEY = "natgrad"
 
-
-def mark(output: Tensor, note: object) -> int:
-    """Attach a note to the edge of `output`, and return the sequence number of its node, which few nodes share."""
-    edge = get_gradient_edge(output)
-    notes: dict[Any, Any] = edge.node.metadata  # type: ignore[assignment]
-    notes[_KEY] = (*notes.get(_KEY, ()), (edge.output_nr, note))
-    return edge.node._sequence_nr()
-
-
-def marked(nodes: Iterable[Node], numbers: Container[int]) -> Iterator[tuple[GradientEdge, Any]]:
-    """Yield every edge with a note, and the note, among the nodes with sequence numbers in `numbers`."""
-    for node in nodes:
-        if node._sequence_nr() not in numbers:
-            continue  # reading empty metadata is slow
-        notes: dict[Any, Any] = node.metadata  # type: ignore[assignment]
-        for output, note in notes.get(_KEY, ()):
-            yield GradientEdge(node, output), note
-
-
-def reached(roots: Iterable[Node]) -> set[Node]:
-    """Return `roots` and every node that a backward pass from them may reach."""
-    seen = set(roots)
-    pending = list(seen)
+def reached(root: Node) -> set[Node]:
+    """Return `root` and every node that a backward pass from it may reach."""
+    seen, pending = {root}, [root]
     while pending:
         fresh = {following for following, _ in pending.pop().next_functions if following is not None} - seen
         seen |= fresh
@@ -45,24 +21,17 @@ def reached(roots: Iterable[Node]) -> set[Node]:
     return seen
 
 
-def sources(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
-    """Return those of `edges` from which no other one can be reached; each node is visited once.
+def sources(edges: Sequence[GradientEdge], nodes: Iterable[Node]) -> list[GradientEdge]:
+    """Return those of `edges` from which no other one can be reached, in a graph of these `nodes`.
 
     A backward pass to these visits all the others, without keeping their gradients.
     """
-    marked = {edge.node for edge in edges}
-    beyond: dict[Node, bool] = {}  # whether another marked node can be reached
-    pending = list(marked)
-    while pending:
-        node = pending[-1]
-        nexts = [following for following, _ in node.next_functions if following is not None]
-        unknown = [] if node in beyond else [following for following in nexts if following not in beyond]
-        if unknown:
-            pending += unknown
-        else:
-            beyond.setdefault(node, any(following in marked or beyond[following] for following in nexts))
-            pending.pop()
-    return [edge for edge in edges if not beyond[edge.node]]
+    found = {edge.node for edge in edges}
+    beyond: set[Node] = set()  # from which another edge can be reached
+    for node in sorted(nodes, key=lambda node: node._sequence_nr()):  # each after the nodes that it leads to
+        if any(following in found or following in beyond for following, _ in node.next_functions):
+            beyond.add(node)
+    return [edge for edge in edges if edge.node not in beyond]
 
 
 @contextmanager
@@ -91,7 +60,7 @@ def differentiate_to(outputs: Tensor, score: Tensor, ends: Callable[[set[Node]],
         score: The derivative by `outputs`.
         ends: Returns the edges, for the set of nodes that a pass from `outputs` may reach.
     """
-    nodes = set() if outputs.grad_fn is None else reached([outputs.grad_fn])
+    nodes = set() if outputs.grad_fn is None else reached(outputs.grad_fn)
     edges = ends(nodes)
     if edges:
         with _hidden_from_ddp(nodes):
