@@ -126,19 +126,22 @@ class KBFGS(torch.optim.Optimizer):
         random_state = RandomState(accelerators(self._model))
         loss, before = self._evaluate(closure)
         within = {slot.parameter for layer in self._layers.values() for slot in layer.slots}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._layers and parameter in before:
-                    self._move_layer(parameter, group, before[parameter])
-                elif parameter not in within and parameter.grad is not None:
-                    self._move(parameter, group)
+        pairs = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for parameter, group in pairs:
+            if parameter in before:
+                self._move_layer(parameter, group, before[parameter])
+            elif parameter not in within and parameter.grad is not None:
+                buffer = self.state[parameter].setdefault("momentum_buffer", parameter.grad.clone())
+                buffer.lerp_(parameter.grad, 1 - group["momentum"])
+                parameter.add_(buffer, alpha=-group["lr"])
         random_state.restore()
         with restored(self._model):
             _, after = self._evaluate(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in before:
-                    self._update_outputs(parameter, group, before[parameter], after[parameter])
+        if [means["rows"] for means in before.values()] != [means["rows"] for means in after.values()]:
+            raise NatgradError("the second call of the closure has used another batch than the first")
+        for parameter, group in pairs:
+            if parameter in before:
+                self._update_outputs(self.state[parameter], group, before[parameter], after[parameter])
         return loss
 
     def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, dict[nn.Parameter, dict[str, Any]]]:
@@ -176,14 +179,6 @@ class KBFGS(torch.optim.Optimizer):
                 found[weight]["z"] = multiply(_blocks(layer, weight), found[weight]["a"])
         return loss, found
 
-    def _move(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
-        if not state:
-            state["W"] = gradient.clone()
-        state["W"].lerp_(gradient, 1 - group["momentum"])
-        parameter.add_(state["W"], alpha=-group["lr"])
-
     def _move_layer(self, weight: nn.Parameter, group: Mapping[str, Any], means: Mapping[str, Tensor]) -> None:
         """Update Ā, Ŵ and H_A, and move the parameters of a layer."""
         layer, state, memory = self._layers[weight], self.state[weight], group["memory"]
@@ -208,22 +203,18 @@ class KBFGS(torch.optim.Optimizer):
             parameter.sub_(group["lr"] * direction)
 
     def _update_outputs(
-        self, weight: nn.Parameter, group: Mapping[str, Any], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+        self, state: dict[str, Any], group: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
     ) -> None:
         """Update the pair and H_G of a layer."""
-        state, mu = self.state[weight], group["damping"] ** 0.5
-        if after.get("rows") != before["rows"]:
-            raise NatgradError("the second call of the closure has used another batch than the first")
         is_significant = (before["is_significant"] & after["is_significant"])[:, None]
-        pair = {"s": after["z"] - before["z"], "y": after["g"] - before["g"]}
-        for name, change in pair.items():
-            average = torch.lerp(change, state[name], group["pair_decay"])
-            state[name] = pair[name] = torch.where(is_significant, average, 0)
-        with full_products(weight.device):
-            if group["memory"] is None:
-                state["H_G"] = update_matrix(state["H_G"], **pair, mu=mu)
-            else:
-                state["S"], state["Y"] = update_memory(state["S"], state["Y"], **pair, mu=mu)
+        changes = {"s": after["z"] - before["z"], "y": after["g"] - before["g"]}
+        pair = {name: torch.lerp(change, state[name], group["pair_decay"]) for name, change in changes.items()}
+        pair = {name: torch.where(is_significant, average, 0) for name, average in pair.items()}
+        is_finite = _finite(*pair.values())[:, None]
+        for name, average in pair.items():
+            state[name] = torch.where(is_finite, average, state[name])
+        with full_products(pair["s"].device):
+            state.update(update_outputs(state, **pair, mu=group["damping"] ** 0.5))
 
 
 def _layers(model: nn.Module, memory: int | None, most: int | None) -> list[Layer]:
@@ -313,24 +304,23 @@ def update_inputs(A: Tensor, a: Tensor, shift: float, H: Tensor | None) -> Tenso
     return H
 
 
-def update_matrix(H: Tensor, s: Tensor, y: Tensor, *, mu: float) -> Tensor:
-    """Return H_G updated by a pair; from I if it has become indefinite, and H itself where the pair is not finite."""
-    Hy = multiply(H, y)
+def update_outputs(known: Mapping[str, Tensor], s: Tensor, y: Tensor, mu: float) -> dict[str, Tensor]:
+    """Return "H_G", or its pairs "S" and "Y", updated by a pair.
+
+    They begin anew if H_G has become indefinite, and stay where the pair has no curvature or is not finite.
+    """
+    H = known.get("H_G")
+    Hy = Compact(known["S"], known["Y"]).multiply(y[:, :, None])[:, :, 0] if H is None else multiply(H, y)
     lost = ~(inner(y, Hy) >= 0)
-    unit = torch.eye(H.shape[-1]).to(H)
-    updated = bfgs(torch.where(lost[:, None, None], unit, H), *damped(s, y, torch.where(lost[:, None], y, Hy), mu))
-    return torch.where(_finite(s, y, updated)[:, None, None], updated, H)
-
-
-def update_memory(S: Tensor, Y: Tensor, s: Tensor, y: Tensor, *, mu: float) -> tuple[Tensor, Tensor]:
-    """Return the memory of H_G with a pair, as `update_matrix`; pairs without curvature are left out."""
-    Hy = Compact(S, Y).multiply(y[:, :, None])[:, :, 0]
-    lost = ~(inner(y, Hy) >= 0)[:, None]
-    s, y = damped(s, y, torch.where(lost, y, Hy), mu)
-    changes = ((inner(s, y) > 0) & _finite(s, y))[:, None, None]
-    fresh = (append(torch.where(lost[:, :, None], 0, old), new) for old, new in ((S, s), (Y, y)))
-    S, Y = (torch.where(changes, new, old) for new, old in zip(fresh, (S, Y), strict=True))
-    return S, Y
+    s, y = damped(s, y, torch.where(lost[:, None], y, Hy), mu)
+    if H is None:
+        kept = {name: torch.where(lost[:, None, None], 0, known[name]) for name in ("S", "Y")}
+        fresh = {name: append(kept[name], vectors) for name, vectors in (("S", s), ("Y", y))}
+    else:
+        unit = torch.eye(H.shape[-1]).to(H)
+        fresh = {"H_G": bfgs(torch.where(lost[:, None, None], unit, H), s, y)}
+    changes = (inner(s, y) > 0) & _finite(*fresh.values())
+    return {name: torch.where(changes[:, None, None], new, known[name]) for name, new in fresh.items()}
 
 
 def _finite(*stacked: Tensor) -> Tensor:

@@ -388,7 +388,7 @@ def test_lost_definiteness_begins_anew():
     broken = torch.diag(torch.tensor([-1.0, 1, 1])).double().expand(2, 3, 3)
     unit, shift = torch.eye(3).double(), DAMPING**0.5
     s, seen = torch.tensor([[1.0, 1, 0], [0, 1, 1]]).double(), torch.tensor([[1.0, 0, 0], [0, 1, 0]]).double()
-    H = kbfgs.update_matrix(broken, s, seen, mu=shift)
+    H = kbfgs.update_outputs({"H_G": broken}, s, seen, mu=shift)["H_G"]
     dense.assert_equal({"H": H[0]}, {"H": update(unit, s[0], seen[0])}, 1e-12)
     assert torch.linalg.eigvalsh(H[1]).min() < 0  # it was not seen in that direction
 
@@ -401,10 +401,11 @@ def test_pairs_without_numbers_change_nothing():
     s, y = torch.ones(2, 4), 2 * torch.ones(2, 4)
     y[1] = float("nan")
     H = torch.eye(4).repeat(2, 1, 1)
-    updated = kbfgs.update_matrix(H, s, y, mu=0.3)
+    updated = kbfgs.update_outputs({"H_G": H}, s, y, mu=0.3)["H_G"]
     assert torch.equal(updated[1], H[1])
     assert not torch.equal(updated[0], H[0])
-    S, Y = kbfgs.update_memory(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), s, y, mu=0.3)
+    empty = torch.zeros(2, 3, 4)
+    S, Y = kbfgs.update_outputs({"S": empty, "Y": empty}, s, y, mu=0.3).values()
     assert not S[1].any()
     assert not Y[1].any()
     assert torch.equal(Y[0, -1], y[0])

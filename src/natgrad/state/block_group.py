@@ -320,7 +320,10 @@ class BlockGroup:
                 memory = self.allocate_memory()
                 state = {spec.name: memory.read(spec.name, index).to(W.dtype) for spec in self.memory_specs}
                 finite = gradient.flatten(1).sum(1).isfinite()
-                self.write_memory(index, state, self.curvature.update_state(state, gradient), finite)
+                for name, values in self.curvature.update_state(state, gradient).items():
+                    is_finite = along(finite, values.ndim - 1)
+                    state[name] = values if known_all(finite) else torch.where(is_finite, values, state[name])
+                    memory.write(name, index, state[name])
             names = self.results if has_results else ()
             computed, averages = self._results_of(names, index, W.dtype), self.live_averages(index)
             solved = self.curvature.precondition(computed, averages, state, gradient, damping * self.factor)
@@ -328,14 +331,6 @@ class BlockGroup:
                 return solved
             V[piece] = solved
         return V
-
-    def write_memory(
-        self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
-    ) -> None:
-        """Write new state for the blocks that are `fine`, also into `known`, the current state."""
-        for name, values in fresh.items():
-            known[name] = values if known_all(fine) else torch.where(along(fine, values.ndim - 1), values, known[name])
-            self.memory.write(name, blocks, known[name])
 
     # --- Bookkeeping --------------------------------------------------------------------------------------------
 
