@@ -1,5 +1,7 @@
 """What people really call around a step: zeroing, closures, second steps, accumulation, gradients set by hand."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -50,7 +52,8 @@ def test_a_second_step_leaves_natural_gradients(interval):
         differentiate(preconditioner, model, step)
         preconditioner.step()
         natural, state = gradients(model), blocks(preconditioner)
-        with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
+        warns = pytest.warns(natgrad.NatgradWarning, match="without a backward pass")
+        with nullcontext() if step else warns:  # it warns once
             preconditioner.step()
         assert_same(gradients(model), natural, 0)
         assert_same(blocks(preconditioner), state, 0)

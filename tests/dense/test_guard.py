@@ -423,7 +423,7 @@ def test_a_state_of_an_earlier_version_is_read():
         take(model, preconditioner, x)
     state = preconditioner.state_dict()
     old = copy.deepcopy(state)
-    old["watch"] |= {"fallbacks/diagonal": 3, "fallbacks/grafted": 2}
+    old["watch"] |= {"fallbacks/diagonal": 3, "fallbacks/grafted": 2, "bounded_gradients": 1}
     for tensors in old["blocks"].values():
         tensors["norm"] = torch.ones(1, dtype=torch.float64)
         tensors["ladder"][:, 0] = 1

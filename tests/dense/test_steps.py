@@ -134,6 +134,7 @@ def test_metrics_tell_the_damping_in_use():
     preconditioner = natgrad.Preconditioner(model, damping=lambda step: 0.5**step)
     assert math.isnan(preconditioner.metrics()["damping"])
     for step, x in enumerate(batches(3)):
+        model.zero_grad()
         total_loss(model, x).backward()
         preconditioner.step()
         assert preconditioner.metrics()["damping"] == pytest.approx(0.5**step)
