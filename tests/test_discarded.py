@@ -67,7 +67,7 @@ def test_the_first_pass_of_sharpness_aware_minimization_counts_for_nothing(curva
         preconditioner = precondition(model, curvature, reduction=reduction, kl_clip=None)
         for step in (7, 0) if first else (0,):
             model.zero_grad()
-            preconditioner.parts.sampler._last = (-1, 0)  # the labels are the same, first or not
+            preconditioner._sampler._last = (-1, 0)  # the labels are the same, first or not
             x, y = batch(step)
             outputs = model(x)
             preconditioner.backward(cross_entropy(outputs, y, reduction=reduction), outputs)
@@ -149,4 +149,4 @@ def test_a_pass_counts_that_has_left_gradients_to_the_optimizer_alone(discard):
         preconditioner.discard()
     with pytest.warns(natgrad.NatgradWarning, match="without a backward pass") if discard else nullcontext():
         preconditioner.step()
-    assert (preconditioner.parts.progress.last_factors is None) == discard
+    assert (preconditioner._progress.last_factors is None) == discard

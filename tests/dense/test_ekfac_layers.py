@@ -214,7 +214,7 @@ def test_solves_read_live_statistics_beside_what_parts_have_made():
         model.zero_grad()
         total_loss(model(torch.randn(5, 3).double()), 5).backward()
         preconditioner.step()
-    (stack,) = preconditioner.parts.groups
+    (stack,) = preconditioner._structure.groups
     given = {**stack.computed(slice(None)), **stack.live_averages(slice(None))}
     assert set(given) == {"QA", "vA", "QG", "vG", "S", "s"}
     weight = 1 - 0.95**3
@@ -251,8 +251,8 @@ def test_no_activation_outlives_its_hook():
         held = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and 777 in each.shape]
         assert not held
         preconditioner.step()
-    assert isinstance(preconditioner.parts.capture, Capture)
-    assert preconditioner.parts.capture.sums.empty
+    assert isinstance(preconditioner._capture, Capture)
+    assert preconditioner._capture.sums.empty
 
 
 def test_verification_leaves_the_moments_alone():

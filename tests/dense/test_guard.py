@@ -9,7 +9,8 @@ from torch import nn
 
 import natgrad
 from natgrad.linalg import cusolver
-from natgrad.preconditioner.guard.guard import FailureCounters, dots
+from natgrad.preconditioner.gradients.preconditioning import dots
+from natgrad.preconditioner.guard.guard import FailureCounters
 from tests.dense import reference as dense
 from tests.every import EVERY, Training
 from tests.every import batch as every_batch
@@ -264,7 +265,7 @@ def fallbacks(preconditioner):
 
 def poison(preconditioner, layer):
     """Damage the results of a layer's last refresh."""
-    for group in preconditioner.parts.groups:
+    for group in preconditioner._structure.groups:
         for member in group.members:
             if member.layer.key.startswith(layer):
                 for name in group.results:
@@ -314,7 +315,7 @@ def test_unusable_curvature_gives_no_update_until_the_next_refresh(values):
     reference, xs = Reference(inverses=lambda step: 4), batches(6)
     dense.assert_equal(take(model, preconditioner, xs[0]), reference.see(xs[0]))
     for name, value in values.items():
-        preconditioner.parts.groups[1].results[name].fill_(value)
+        preconditioner._structure.groups[1].results[name].fill_(value)
     for x in xs[1:4]:
         expected, found = reference.see(x), take(model, preconditioner, x)
         dense.assert_equal({"0": found["0"]}, {"0": expected["0"]})
@@ -343,7 +344,7 @@ def test_only_the_unusable_block_of_a_convolution_gets_no_update():
         model.zero_grad()
         model(torch.randn(5, 4, 3, 3, generator=generator, dtype=torch.float64)).square().mean().backward()
         if step:
-            preconditioner.parts.groups[0].results["QA"][1] = math.nan
+            preconditioner._structure.groups[0].results["QA"][1] = math.nan
         preconditioner.step()
     assert model.weight.grad[:3].all()
     assert model.weight.grad.isfinite().all()

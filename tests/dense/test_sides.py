@@ -125,8 +125,8 @@ def test_layers_with_equal_sides_share_a_stack():
     curvature = natgrad.KFAC(max_factor_size=4)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(3, 3), nn.Linear(3, 3))
     preconditioner = natgrad.Preconditioner(model, curvature)
-    assert [len(stack.members) for stack in preconditioner.parts.groups] == [2, 2]
-    assert preconditioner.parts.groups[1].curvature is curvature
+    assert [len(stack.members) for stack in preconditioner._structure.groups] == [2, 2]
+    assert preconditioner._structure.groups[1].curvature is curvature
 
 
 def test_the_state_resumes():

@@ -226,7 +226,7 @@ def test_the_merged_product_keeps_both_partial_traces(size, columns, full, scale
     layer[1].weight = layer[0].weight
     curvature = natgrad.KFAC(max_factor_size=8192 if full else columns)
     preconditioner = natgrad.Preconditioner(nn.Sequential(*layer), curvature)
-    table = preconditioner.parts.groups[0].curvature
+    table = preconditioner._structure.groups[0].curvature
 
     def moments(width):
         x = torch.randn(2, 7, width).double()

@@ -85,7 +85,7 @@ def of_rows(kind, placement, memory, count):
         return str(error), training.preconditioner.traffic().get("rows", 0)
     kept = [
         tensor
-        for group in training.preconditioner.parts.groups
+        for group in training.preconditioner._structure.groups
         for own in (group.averages, group.results, group.memory)
         for tensor in own.values()
     ]

@@ -252,7 +252,7 @@ def test_staleness_never_exceeds_its_bound(factors, inverses, staleness):
         preconditioner.step()
         if step and step % inverses == 0:
             begun[step] = (step - 1) // factors * factors
-        used = round(float(preconditioner.parts.groups[0].results["vA"])) - 1
+        used = round(float(preconditioner._structure.groups[0].results["vA"])) - 1
         due = [start for start in begun if step >= min(start + staleness, start + inverses)]
         assert used == begun[max(due, default=0)]
         assert step - max(due, default=0) < inverses + staleness
@@ -275,7 +275,7 @@ def hold_up(case, held, steps):
             elif step == held:
                 gate.clear()
             training.step(step)
-    return training.parameters(), bool(training.preconditioner.parts.background.keys)
+    return training.parameters(), bool(training.preconditioner._background.keys)
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
@@ -307,7 +307,7 @@ def fail(case, error, rank, steps):
             now[0] = step
             training.backward(step)
             if step == 3:
-                submitted = training.preconditioner.parts.background._submit
+                submitted = training.preconditioner._background._submit
 
                 def wait(job, damping, submitted=submitted):
                     pieces = submitted(job, damping)
@@ -315,7 +315,7 @@ def fail(case, error, rank, steps):
                         future.exception()
                     return pieces
 
-                with mock.patch.object(training.preconditioner.parts.background, "_submit", wait):
+                with mock.patch.object(training.preconditioner._background, "_submit", wait):
                     training.preconditioner.step()
             else:
                 try:

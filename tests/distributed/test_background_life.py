@@ -99,10 +99,10 @@ def test_no_rank_waits_for_the_sums_of_others(ranks):
     assert_equal([*ranks.run(2, go_ahead), train_of(ranks, range(10))])
 
 
-def outlive(part, method):
+def outlive(method):
     training = started(replace(CASE, wrapped=False, options={"gradients": "reduce"}))
     if dist.get_rank() == 0:
-        setattr(getattr(training.preconditioner, part), method, lambda *args, **options: os._exit(1))
+        setattr(training.preconditioner, method, lambda *args, **options: os._exit(1))
     begun = monotonic()
     with pytest.raises(natgrad.NatgradError) as raised:
         go_on(training)
@@ -110,10 +110,10 @@ def outlive(part, method):
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize(("part", "method"), [("_statistics", "update"), ("_decompositions", "collect")])
-def test_a_rank_that_stops(ranks, part, method):
+@pytest.mark.parametrize("method", ["_update_averages", "_collect_refresh"])
+def test_a_rank_that_stops(ranks, method):
     """The others learn of it when they wait for its sums, or for its part of a renewal."""
-    check(ranks.outlive(2, 0, outlive, part, method))
+    check(ranks.outlive(2, 0, outlive, method))
 
 
 def discard():
@@ -154,10 +154,10 @@ def change():
     training = started(replace(CASE, wrapped=False, options={"gradients": "reduce"}))
     before = training.preconditioner.metrics()["inverse_updates"]
     training.model[0].requires_grad_(False)
-    vectors = training.preconditioner.parts.groups[-1].results["inverse_A"].clone()
+    vectors = training.preconditioner._structure.groups[-1].results["inverse_A"].clone()
     training.step(UNDER_WAY)  # has to collect what is under way, of all layers but the one that is gone
-    names = [member.layer.name for stack in training.preconditioner.parts.groups for member in stack.members]
-    changed = not torch.equal(vectors, training.preconditioner.parts.groups[-1].results["inverse_A"])
+    names = [member.layer.name for stack in training.preconditioner._structure.groups for member in stack.members]
+    changed = not torch.equal(vectors, training.preconditioner._structure.groups[-1].results["inverse_A"])
     updates = training.preconditioner.metrics()["inverse_updates"] - before
     training.model[0].requires_grad_(True)
     for step in range(UNDER_WAY + 1, 12):
@@ -181,7 +181,7 @@ def move():
         training.optimizer.zero_grad()
         torch.nn.functional.cross_entropy(training.model(x.float()), y).backward()
         training.preconditioner.step()
-    held = training.preconditioner.parts.groups[0].results
+    held = training.preconditioner._structure.groups[0].results
     assert all(value.dtype == torch.float32 for value in held.values())
     assert all(value.isfinite().all() for value in held.values())
     assert training.preconditioner.metrics()["inverse_updates"] == 2
@@ -193,10 +193,10 @@ def test_a_model_that_moves():
 
 def look_into():
     training = started()
-    under_way = training.preconditioner.parts.background.keys
+    under_way = training.preconditioner._background.keys
     x, y = (tensor[:6] for tensor in batch(50))
     report = training.preconditioner.verify((x, y), loss)
-    assert training.preconditioner.parts.background.keys == under_way != set()
+    assert training.preconditioner._background.keys == under_way != set()
     go_on(training)
     return training.parameters(), report.worst
 
@@ -275,7 +275,7 @@ def slow(self, task, averages, damping, previous=None):
 
 natgrad.KFAC.compute = slow
 training = started()
-assert training.preconditioner.parts.background.keys
+assert training.preconditioner._background.keys
 if sys.argv[3] == "destroy":
     dist.destroy_process_group()
 print("done", flush=True)

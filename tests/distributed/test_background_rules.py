@@ -123,7 +123,7 @@ def save_on_the_way(rule, stop):
         before.step(step)
     live = {
         member.layer.key: stack.decisions.outcome(index)
-        for stack in before.preconditioner.parts.groups
+        for stack in before.preconditioner._structure.groups
         for index, member in enumerate(stack.members)
     }
     after.load(before.state(gather=False))

@@ -60,7 +60,7 @@ def fail(job, where, how, rank):
         if where == "step":
             training.preconditioner.step = lambda: stop(how)
         if where == "clip":
-            training.preconditioner.parts.clip.apply = lambda *args, **options: stop(how)
+            training.preconditioner._clip.apply = lambda *args, **options: stop(how)
     started = time.monotonic()
     with pytest.raises(natgrad.NatgradError) as raised:
         _go_on(training)
@@ -111,7 +111,7 @@ def skip_a_step(placement):
     for step in range(2):
         training.step(step)
     if dist.get_rank() == 1:
-        training.preconditioner.parts.progress.step -= 1
+        training.preconditioner._progress.step -= 1
     with pytest.raises(natgrad.NatgradError, match=r"the ranks are at different steps: rank . is at step"):
         training.step(2)
 
@@ -130,7 +130,7 @@ def wait_for_one_that_hangs(placement):
     for step in range(2):
         model.zero_grad()
         training.step(step)
-    runtime = training.preconditioner.parts.runtime
+    runtime = training.preconditioner._communicator
     plan = training.preconditioner.plan
     assert timeout_of(runtime.subgroup(plan.row(runtime.rank))) == timedelta(seconds=2)
     dist.barrier()

@@ -113,7 +113,7 @@ def train(case):
                     preconditioner.backward(case.loss(outputs, y) / case.parts, outputs)
             preconditioner.step()
             optimizer.step()
-    plan = preconditioner.parts.structure.plan
+    plan = preconditioner._structure.plan
     assignments = {
         key: assignment.workers[0] if assignment.sums == "alone" else None
         for key, assignment in plan.assignments.items()
@@ -121,7 +121,7 @@ def train(case):
     names = {id(p): name for name, p in model.named_parameters()}
     owners = [
         ((names[id(slot.parameter)], slot.rows or slice(None)), assignments[layer.key])
-        for layer, _ in preconditioner.parts.structure.coverage.layers
+        for layer, _ in preconditioner._structure.coverage.layers
         for slot in layer.slots
     ]
     return {name: p.detach().clone() for name, p in model.named_parameters()}, owners, preconditioner.traffic()
@@ -138,8 +138,6 @@ class Reference:
         for owner in (None, *range(ranks)):
             model = copy.deepcopy(self.model)
             self.copies[owner] = (model, case.preconditioner(model))
-            # The gradients that these get are of samples that they have not seen: all rows of a table have one.
-            self.copies[owner][1].parts.inspection._looked = True
 
     def natural(self, owner, step, gradient):
         """Return what `gradient` becomes by the factors of the samples of one rank, or of all."""
@@ -148,13 +146,15 @@ class Reference:
         seen = range(self.ranks) if owner is None else [owner]
         passes = case.parts * len(seen)
         for rank in seen:
-            preconditioner.parts.sampler = LabelSampler(seed=0, rank=rank, reduction=case.reduction)
+            preconditioner._sampler = LabelSampler(seed=0, rank=rank, reduction=case.reduction)
             for x, y in case.inputs(step, rank):
                 outputs = model(x)
                 preconditioner.backward(case.loss(outputs, y) / passes, outputs)
         for name, parameter in model.named_parameters():
             parameter.grad.copy_(gradient[name])
-        preconditioner.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", natgrad.NatgradWarning)  # of gradients of samples that it has not seen
+            preconditioner.step()
         result = {name: p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
         return result

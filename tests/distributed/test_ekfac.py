@@ -77,7 +77,7 @@ def own_batch():
     preconditioner = natgrad.Preconditioner(
         DistributedDataParallel(model), natgrad.EKFAC(), placement="dp", refresh=natgrad.Refresh(inverses=100)
     )
-    wrapped, rows = preconditioner.parts.model, {}
+    wrapped, rows = preconditioner._model, {}
     for step in range(2):
         x, y = (share(tensor) for tensor in batch(step))
         model.zero_grad()
@@ -254,7 +254,7 @@ def interrupt(case, at):
             training.preconditioner.state_dict(gather=True)
             before = {key: own["S"].clone() for key, own in training.preconditioner.state_dict()["blocks"].items()}
             training.preconditioner.step()
-            training.preconditioner.parts.background.fold(training.preconditioner.parts.failure_counters)
+            training.preconditioner._background.fold(training.preconditioner._failures)
             after = training.preconditioner.state_dict()["blocks"]
             unchanged = all(torch.equal(after[key]["S"], 0 * S) and not S.any() for key, S in before.items())
             training.optimizer.step()

@@ -37,7 +37,7 @@ class Trouble(Training):
             super().step(step)
 
     def poison(self):
-        for stack in self.preconditioner.parts.groups:
+        for stack in self.preconditioner._structure.groups:
             for member in stack.members:
                 if stack.role.is_gradient_worker and member.layer.key.startswith("3"):
                     stack.results["QG"][member.blocks] = math.nan

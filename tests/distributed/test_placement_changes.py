@@ -163,7 +163,7 @@ def test_factors_that_are_due_when_the_model_changes_stay_due(ranks, placement):
 def train_where_the_owner_rests(owners):
     """Under dp an owner without samples in a step keeps its factors; nobody complains."""
     scene = Scene("dp", refresh=(1, 1))
-    plan = scene.preconditioner.parts.structure.plan
+    plan = scene.preconditioner._structure.plan
     resting = plan.assignments["layers.0.weight"].workers[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -246,8 +246,8 @@ def ask(placement):
     for step in range(2):
         training.step(step)
     explanation, state = training.preconditioner.explain(), training.preconditioner.state_dict()["blocks"]
-    plan = training.preconditioner.parts.structure.plan
-    keys = [member.layer.key for stack in training.preconditioner.parts.groups for member in stack.members]
+    plan = training.preconditioner._structure.plan
+    keys = [member.layer.key for stack in training.preconditioner._structure.groups for member in stack.members]
     works = {key: plan.is_gradient_worker(key, dist.get_rank()) for key in keys}
     firsts = {row.parameter: row for row in explanation.rows if row.owners is not None}
     return (

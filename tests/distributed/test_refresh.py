@@ -28,7 +28,7 @@ def follow(job, steps):
     training, seen = Training(job), []
     for step in steps:
         training.step(step)
-        stacks = training.preconditioner.parts.groups
+        stacks = training.preconditioner._structure.groups
         seen.append(
             {
                 member.layer.key: stack.decisions.outcome(index)

@@ -79,7 +79,7 @@ def take(
     if state is not None:
         model.load_state_dict(state["model"])
         preconditioner.load_state_dict(state["preconditioner"])
-    for step in range(preconditioner.parts.progress.step, steps):
+    for step in range(preconditioner._progress.step, steps):
         x, y = (tensor.split(SPLITS[count, ragged])[rank] for tensor in batch(step))
         optimizer.zero_grad()
         for xs, ys in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True) if len(x) else ():

@@ -146,10 +146,10 @@ def step_without_refresh(case):
     finally:
         dist.all_to_all_single = original
     after = training.preconditioner.traffic()
-    plan = training.preconditioner.parts.structure.plan
+    plan = training.preconditioner._structure.plan
     workers = {
         slot.name: plan.assignments[layer.key].workers
-        for layer, _ in training.preconditioner.parts.structure.coverage.layers
+        for layer, _ in training.preconditioner._structure.coverage.layers
         for slot in layer.slots
     }
     return {kind: after[kind] - before.get(kind, 0) for kind in after}, len(calls), workers

@@ -201,7 +201,7 @@ def held_on(placement):
     preconditioner.step()
     kept = [
         tensor
-        for stack in preconditioner.parts.groups
+        for stack in preconditioner._structure.groups
         for own in (stack.averages, stack.results)
         for tensor in own.values()
     ]

@@ -36,7 +36,7 @@ def run(job):
     own = training(job)
     result = own.run()
     own.averager.detach()
-    return parameters(own), result.points, own.preconditioner.parts.runtime.ranks if own.preconditioner else 0
+    return parameters(own), result.points, own.preconditioner._communicator.ranks if own.preconditioner else 0
 
 
 def test_nodes_that_average_train(ranks):

@@ -328,7 +328,7 @@ _add(
     "A preconditioned gradient V with a negative ⟨V, W⟩ is used.",
     "dense/test_guard.py::test_unusable_curvature_gives_no_update_until_the_next_refresh",
     (
-        "preconditioner.guard.guard:check_preconditioned",
+        "preconditioner.gradients.preconditioning:_check",
         "0 if entry.group.curvature.positive_definite else -math.inf",
         "-math.inf",
     ),

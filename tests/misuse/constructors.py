@@ -49,8 +49,8 @@ def preconditioned(**options):
 
 
 def use_preconditioner(preconditioner):
-    optimizer = preconditioner.parts.clip.optimizer
-    train(preconditioner.parts.model, preconditioner, optimizer)
+    optimizer = preconditioner._clip.optimizer
+    train(preconditioner._model, preconditioner, optimizer)
 
 
 def use_curvature(curvature):
@@ -187,12 +187,12 @@ CASES = {
     "Preconditioner": Case(natgrad.Preconditioner, use_preconditioner, with_optimizer(damping=0.01)),
     "PreconditionedOptimizer": Case(
         natgrad.PreconditionedOptimizer,
-        lambda both: train(both.preconditioner.parts.model, None, both),
+        lambda both: train(both.preconditioner._model, None, both),
         both,
     ),
     "NaturalMuon": Case(
         natgrad.NaturalMuon,
-        lambda muon: train(muon.preconditioner.parts.model, None, muon),
+        lambda muon: train(muon.preconditioner._model, None, muon),
         lambda: {"model": network()},
     ),
     **{

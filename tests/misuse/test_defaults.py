@@ -125,7 +125,7 @@ def test_norm_layers_have_the_damping_of_the_curvature_beside_which_they_stand()
 def test_a_mapping_whose_curvatures_agree_has_one_damping():
     preconditioner, _ = gradients({"0": natgrad.HyLo(), "*": natgrad.SNGD()})
     assert preconditioner.metrics()["damping"] == 0.1
-    assert preconditioner.parts.damping.layers == {}
+    assert preconditioner._damping.layers == {}
 
 
 def test_explain_shows_the_damping_of_each_curvature():

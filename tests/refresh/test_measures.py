@@ -38,7 +38,7 @@ def numbers(preconditioner, measure):
     """What is measured of each layer, without damping."""
     return {
         member.layer.key: value
-        for stack in preconditioner.parts.groups
+        for stack in preconditioner._structure.groups
         for member, value in zip(stack.members, DecisionState(stack, measure).measure(0.0), strict=True)
     }
 
@@ -55,7 +55,7 @@ def test_the_trace_is_that_of_the_kronecker_product(form):
 def test_the_trace_of_the_side_of_the_inputs():
     preconditioner = trained(natgrad.KFAC(sides="a"))
     for key, own in factors(preconditioner).items():
-        outputs = next(s.outputs for s in preconditioner.parts.groups for m in s.members if m.layer.key == key)
+        outputs = next(s.outputs for s in preconditioner._structure.groups for m in s.members if m.layer.key == key)
         expected = sum(torch.trace(A) * outputs for A in own["A"])
         assert numbers(preconditioner, "trace")[key] == pytest.approx(float(expected), rel=1e-12)
 
@@ -84,7 +84,7 @@ def test_the_trace_of_a_table_is_that_of_its_merged_factors():
     preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), kl_clip=None)
     cross_entropy(model(torch.randint(7, (6, 2))), torch.arange(6) % 3).backward()
     preconditioner.step()
-    table = next(stack for stack in preconditioner.parts.groups if stack.members[0].layer.form == "one-hot")
+    table = next(stack for stack in preconditioner._structure.groups if stack.members[0].layer.form == "one-hot")
     expected = table.results["vA"].sum() * table.results["vG"].sum()
     assert DecisionState(table, "trace").measure(0.0)[0] == pytest.approx(float(expected), rel=1e-10)
 
@@ -102,17 +102,17 @@ def test_drift_is_that_of_whole_matrices(curvature):
     """A layer's blocks count together, and of its factors the one that has moved most."""
     preconditioner = trained(curvature, steps=2)
     before = factors(preconditioner)
-    for stack in preconditioner.parts.groups:
+    for stack in preconditioner._structure.groups:
         stack.decisions = DecisionState(stack, "drift")
         assert stack.decisions.measure(0.0) == [inf] * len(stack.members)
         for index in range(len(stack.members)):
             stack.decisions.record(index, inf, refreshed=True)
     x, y = batch(7)
-    cross_entropy(preconditioner.parts.model(x), y).backward()
+    cross_entropy(preconditioner._model(x), y).backward()
     preconditioner.step()
     drifts = {
         member.layer.key: drift
-        for stack in preconditioner.parts.groups
+        for stack in preconditioner._structure.groups
         for member, drift in zip(stack.members, stack.decisions.measure(0.0), strict=True)
     }
     for key, now in factors(preconditioner).items():

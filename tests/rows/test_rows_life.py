@@ -98,7 +98,7 @@ def test_rows_are_kept_in_due_steps_only_and_no_longer_than_the_step():
     for step in range(4):
         model.zero_grad()
         cross_entropy(model(x), y).backward()
-        rows = preconditioner.parts.capture.rows
+        rows = preconditioner._capture.rows
         assert [rows.count(name) for name in ("0", "3", "5")] == ([9] * 3 if step % 2 == 0 else [0] * 3)
         preconditioner.step()
         assert not any(rows.count(name) for name in ("0", "3", "5"))

@@ -178,7 +178,7 @@ class DASO:
             check_owners(preconditioner, self.grid)
         self._start()
 
-        averages_gradients = preconditioner is None or not preconditioner.parts.scaling.reduces
+        averages_gradients = preconditioner is None or not preconditioner._scaling.reduces
         self._gradients = (
             self.exchange("gradients", everyone=False) if wrapper == "none" and averages_gradients else None
         )
@@ -643,7 +643,7 @@ class DASO:
             warnings.warn(f"natgrad: {problem}: call daso.average_gradients() first", NatgradWarning, stacklevel=3)
 
     def _preconditioner_steps(self) -> int:
-        return 0 if self._preconditioner is None else self._preconditioner.parts.progress.step
+        return 0 if self._preconditioner is None else self._preconditioner._progress.step
 
     def _notice_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a step of the optimizer outside of `step`.

@@ -320,7 +320,7 @@ class Factors(AveragedTensors):
 
         Groups without statistics yet are included with weight 0, since another node may have some.
         """
-        for group in self._preconditioner.parts.groups:
+        for group in self._preconditioner._structure.groups:
             names = [spec.name for spec in group.statistics if spec.name not in group.restarting]
             if group.role.keeps_averages and names:
                 group.allocate_averages()
@@ -353,8 +353,8 @@ def describe_factors(preconditioner: Preconditioner | None) -> str | None:
     """Return a text that must be equal on all nodes for factors to be averaged; None without a preconditioner."""
     if preconditioner is None:
         return None
-    kinds = dict.fromkeys(type(group.curvature).__name__ for group in preconditioner.parts.groups)
-    return f"{' and '.join(kinds)} by the plan {preconditioner.parts.structure.digest():08x}"
+    kinds = dict.fromkeys(type(group.curvature).__name__ for group in preconditioner._structure.groups)
+    return f"{' and '.join(kinds)} by the plan {preconditioner._structure.digest():08x}"
 
 
 def is_replicated(preconditioner: Preconditioner, ranks: int) -> bool:
@@ -372,7 +372,7 @@ def check_owners(preconditioner: Preconditioner, grid: Grid) -> None:
         ValueError: if it uses other ranks, or sizes differ.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found, node = (runtime.all_gather_objects(rank) for runtime in (preconditioner.parts.runtime, grid.inside))
+    found, node = (runtime.all_gather_objects(rank) for runtime in (preconditioner._communicator, grid.inside))
     allowed = f"one over the ranks of its node ({node}), as with mesh=mesh['local']"
     require(found == node, "preconditioner", f"a Preconditioner over ranks {found}", allowed)
     equal = len(set(grid.sizes)) == 1

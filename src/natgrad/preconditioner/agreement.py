@@ -10,10 +10,11 @@ from zlib import crc32
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from natgrad.capture.reductions import Reductions
 from natgrad.curvature import Curvature
 from natgrad.distributed import Communicator
 from natgrad.errors import NatgradError
-from natgrad.preconditioner.parts import Parts
+from natgrad.preconditioner.structure import Structure
 
 
 def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> None:
@@ -29,27 +30,36 @@ def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> 
         _check_equal([{"gradients": choice} for choice in runtime.all_gather_objects(gradients)])
 
 
-def check_agreement(parts: Parts, damping: float) -> None:
+def check_agreement(
+    runtime: Communicator, structure: Structure, reductions: Reductions, settings: Mapping[str, str]
+) -> None:
     """Check that all ranks have equal settings; collective. A rank without samples takes the choice of "auto".
 
     Otherwise messages would not match, ranks would wait forever, or their parameters would differ.
 
+    Args:
+        runtime: The ranks.
+        structure: The layers, whose plans and curvatures are compared.
+        reductions: The reductions, which are compared.
+        settings: Descriptions of other settings.
+
     Raises:
         NatgradError: on all ranks, if their models, options or progress differ.
     """
-    if parts.runtime.ranks == 1:
+    if runtime.ranks == 1:
         return
-    nearest = parts.runtime.all_gather_objects(parts.scaling.reductions.nearest)
-    if parts.scaling.reductions.is_undecided:
-        parts.scaling.reductions.nearest = next((each for each in nearest if each is not None), None)
-    found = parts.runtime.all_gather_objects((parts.structure.digest(), _settings(parts, damping)))
+    nearest = runtime.all_gather_objects(reductions.nearest)
+    if reductions.is_undecided:
+        reductions.nearest = next((each for each in nearest if each is not None), None)
+    own = {**_settings(structure), "reduction": reductions.describe(), **settings}
+    found = runtime.all_gather_objects((structure.digest(), own))
     if any(plan != found[0][0] for plan, _ in found):
         raise NatgradError(
             "the ranks have made different plans: their models or curvatures differ, or the options of "
             'natgrad.Placement (costs, speeds and memory have to be the same on every rank; set memory under "auto" '
             "where the ranks have devices of different memory)"
         )
-    _check_equal([settings for _, settings in found])
+    _check_equal([described for _, described in found])
 
 
 @contextmanager
@@ -86,24 +96,16 @@ def _check_equal(settings: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _settings(parts: Parts, damping: float) -> dict[str, str]:
-    """Return descriptions of the settings that must be equal, besides the plan."""
-    progress, groups = parts.progress, parts.groups
+def _settings(structure: Structure) -> dict[str, str]:
+    """Return descriptions of the curvatures and dtypes."""
+    groups = structure.groups
     made = [(group.curvature, group.statistics, group.tasks) for group in groups]
     kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]
     return {
-        "state": f"step {progress.step}, factors of {progress.last_factors}, inverses of {progress.last_inverses}",
         "curvature": f"{crc32(repr(kinds).encode()):08x}",
         "dtypes": str([str(group.dtype) for group in groups]),
+        "precision": str(structure.precision),
         **_options_of({id(group.curvature): group.curvature for group in groups}.values()),
-        "damping": str(damping),
-        "kl_clip": str(parts.clip.bound),
-        "reduction": parts.scaling.reductions.describe(),
-        "gradients": "reduce" if parts.scaling.reduces else "averaged",
-        "scaling": parts.scaling.describe(),
-        "refresh": str(parts.scheduler.rule.settings(progress.step)),
-        "precision": str(parts.structure.precision),
-        "guard": str(parts.failure_counters.guard),
     }
 
 

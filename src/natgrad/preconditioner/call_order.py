@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.capture import Capture
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Slot
-from natgrad.preconditioner.parts import Parts
+from natgrad.preconditioner.counters import StepCounters
+from natgrad.preconditioner.structure import Structure
 
 
 class GradientVersions:
@@ -49,9 +51,26 @@ class CallOrder:
         written: The gradients that the preconditioner's last step wrote.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        """Register a hook before the optimizer's steps, which does not keep this object alive."""
-        self._parts = parts
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        capture: Capture,
+        structure: Structure,
+        progress: StepCounters,
+        *,
+        always_steps: bool,
+    ) -> None:
+        """Register a hook before the optimizer's steps, which does not keep this object alive.
+
+        Args:
+            optimizer: The optimizer, if the preconditioner knows it.
+            capture: The backward passes since the last step.
+            structure: The layers.
+            progress: The steps so far.
+            always_steps: Whether a rank without a backward pass takes part in every step.
+        """
+        self._capture, self._structure, self._progress = capture, structure, progress
+        self._always_steps = always_steps
         self.written = GradientVersions()
         self._warned: set[str] = set()
         reference = weakref.ref(self)
@@ -62,7 +81,6 @@ class CallOrder:
                 order._before_optimizer_step(optimizer)
 
         # A subclass of Optimizer that has not called its constructor has no hooks.
-        optimizer = parts.clip.optimizer
         self._handle = (
             optimizer.register_step_pre_hook(look) if hasattr(optimizer, "_optimizer_step_pre_hooks") else None  # type: ignore[union-attr]
         )
@@ -76,13 +94,12 @@ class CallOrder:
 
     def check(self) -> bool:
         """Return whether there may be new gradients; warn if no backward pass precedes this step."""
-        parts, slots = self._parts, self._parts.structure.slots
-        # With gradients="reduce" a rank without samples has no backward pass, and still takes part.
-        if not parts.capture.idle or (parts.scaling.reduces and parts.runtime.ranks > 1):
+        slots = self._structure.slots
+        if not self._capture.idle or self._always_steps:
             return True
         untouched = self.written.untouched()
         # Later the hooks need not see every pass.
-        if untouched or not parts.progress.has_curvature or all(slot.parameter.grad is None for slot in slots):
+        if untouched or not self._progress.has_curvature or all(slot.parameter.grad is None for slot in slots):
             self._warn_once(
                 "step() comes without a backward pass since the last one, or its layers saw none: call "
                 "preconditioner.step() once after each loss.backward(), and build the Preconditioner before a compiled "
@@ -91,7 +108,7 @@ class CallOrder:
         return not untouched
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        capture = self._parts.capture
+        capture = self._capture
         if capture.backwards and capture.fills and not _changes_nothing(optimizer):
             self._warn_once(
                 "optimizer.step() uses gradients that were never preconditioned: call preconditioner.step() after each "

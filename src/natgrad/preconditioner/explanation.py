@@ -9,7 +9,11 @@ from math import prod
 from rich.markup import escape
 from rich.table import Table
 
-from natgrad.preconditioner.parts import Parts
+from natgrad.capture.reductions import Reductions
+from natgrad.preconditioner.counters import StepCounters
+from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.preconditioner.guard.inspection import Inspection
+from natgrad.preconditioner.structure import Structure
 from natgrad.printed import Printed
 from natgrad.state.block_group import BlockGroup
 
@@ -106,11 +110,17 @@ class Explanation(Printed):
         return f"{self.preconditioned:.1%} of the parameters preconditioned so far, {self.covered:.1%} covered"
 
 
-def explain(parts: Parts) -> Explanation:
-    """Describe all parameters of a model."""
-    structure, reductions, progress = parts.structure, parts.scaling.reductions, parts.progress
-    seconds, reasons = progress.ended - progress.began, parts.inspection.reasons
-    preconditioned, stale = parts.failure_counters.preconditioned(), parts.failure_counters.stale()
+def explain(
+    structure: Structure,
+    reductions: Reductions,
+    progress: StepCounters,
+    failures: FailureCounters,
+    inspection: Inspection,
+    note: str,
+) -> Explanation:
+    """Describe all parameters of a model. Synchronizes with the device."""
+    seconds, reasons = progress.ended - progress.began, inspection.reasons
+    preconditioned, stale = failures.preconditioned(), failures.stale()
     total = sum(task.cost * group.size for group in structure.groups for task in group.tasks) or 1.0
     rows = [Row(parameter=left.parameter, shape=left.shape, reason=left.reason) for left in structure.coverage.left]
     for group in structure.groups:
@@ -137,22 +147,10 @@ def explain(parts: Parts) -> Explanation:
                         reduction=reductions.of(layer.name) if reductions.is_mapping else "",
                     )
                 )
-    return Explanation(sorted(rows, key=lambda row: structure.coverage.order[row.parameter]), _note(parts))
+    return Explanation(sorted(rows, key=lambda row: structure.coverage.order[row.parameter]), note)
 
 
-def _note(parts: Parts) -> str:
-    """Describe the KL clip, the placement, the damping and the reduction."""
-    notes, damping = [parts.clip.describe()], parts.damping.damping
-    if parts.runtime.ranks > 1:
-        notes.append(parts.structure.plan.note)
-    if not callable(damping):
-        notes.append(_describe_damping(damping, parts.groups))
-    if chosen := parts.scaling.reductions.explain():
-        notes.append(chosen)
-    return "; ".join(notes)
-
-
-def _describe_damping(damping: float, groups: Iterable[BlockGroup]) -> str:
+def describe_damping(damping: float, groups: Iterable[BlockGroup]) -> str:
     """Return the damping γ, with its values for the curvatures if a factor makes them differ."""
     kinds: dict[float, list[str]] = {}
     for group in groups:

@@ -191,7 +191,7 @@ class NaturalMuon(PreconditionedOptimizer):
         super().__init__(update, preconditioner)
         # FSDP2's graphs have other parameters, and a frozen head is in no graph.
         if head != "spectral" and heads is None and find_mesh(model) is None and matrices.keys() >= set(likely):
-            _compare_heads(preconditioner.parts.hooks, matrices, likely)
+            _compare_heads(preconditioner._hooks, matrices, likely)
 
     def __repr__(self) -> str:
         """Show the parameter groups."""

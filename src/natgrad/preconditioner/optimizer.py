@@ -127,7 +127,7 @@ class PreconditionedOptimizer(Optimizer):
         one has no gradients or those that the last step left.
         """
         preconditioner = self.preconditioner
-        if self.state or not preconditioner.parts.capture.idle or preconditioner.call_order.written.remain():
+        if self.state or not preconditioner._capture.idle or preconditioner.call_order.written.remain():
             return False
         if any(float(group["lr"]) for group in self.param_groups if "lr" in group):
             return False
@@ -137,7 +137,7 @@ class PreconditionedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget the statistics of their backward passes."""
         self.count = None
-        self.preconditioner.parts.capture.discard()
+        self.preconditioner._capture.discard()
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ class PreconditionedOptimizer(Optimizer):
                 "state_dict(gather=True), and load it into one that you build for the copy"
             )
         known = self.preconditioner
-        arguments = {**known._arguments, "model": known.parts.model}
+        arguments = {**known._arguments, "model": known._model}
         kinds = type(self), type(known)
         return _copied, (kinds, self.optimizer, known.optimizer is not None, arguments, known.state_dict(), self.count)
 
@@ -250,7 +250,7 @@ def _copied(
 
 def _obstacle_to_copies(preconditioner: Preconditioner) -> str:
     """Return why a preconditioner cannot be copied. Empty: it can."""
-    model, plan = preconditioner.parts.model, preconditioner.plan
+    model, plan = preconditioner._model, preconditioner.plan
     if isinstance(model, DistributedDataParallel):
         return "of a model in DistributedDataParallel, which belongs to a process group"
     if find_mesh(model) is not None:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.ddp import listen
 from natgrad.capture.labels import LabelSampler
 from natgrad.capture.model_hooks import Hooks
+from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.reductions import DEFAULT_REDUCTION, Count, Reduction, Reductions
+from natgrad.capture.rows import RowBuffer
+from natgrad.capture.sums import StatisticsBuffer, of_sides
 from natgrad.curvature import Curvature
 from natgrad.curvature.names import resolve_curvature
 from natgrad.damping import ByKind, Damping, default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.communicator import is_lost
-from natgrad.distributed.fsdp import check_layers
+from natgrad.distributed.fsdp import check_layers, extra_passes, plain_copy
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction, raised_on_all
@@ -37,22 +43,39 @@ from natgrad.preconditioner.call_order import CallOrder
 from natgrad.preconditioner.compatibility import check_combinations, warn_of_combinations
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.coverage import cover, warn_of_idle
-from natgrad.preconditioner.decompositions import Decompositions
 from natgrad.preconditioner.epochs import EpochState, warn_of_missing_epochs
-from natgrad.preconditioner.explanation import Explanation, explain
-from natgrad.preconditioner.gradient_step import GradientStep
+from natgrad.preconditioner.explanation import Explanation, describe_damping, explain
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
+from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
 from natgrad.preconditioner.gradients.reduction import take_over_reduction
 from natgrad.preconditioner.gradients.scaling import Scaling
+from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.refresh import BackgroundRefresh, RefreshScheduler
-from natgrad.preconditioner.statistics import Statistics
+from natgrad.preconditioner.refresh import (
+    BackgroundRefresh,
+    RefreshScheduler,
+    RowRefresh,
+    observed,
+    run_tasks,
+    share_decisions,
+    update_averages,
+)
 from natgrad.preconditioner.structure import Structure
-from natgrad.preconditioner.verification import Verification, verify
+from natgrad.preconditioner.verification import (
+    Outcome,
+    Verification,
+    accumulate,
+    check_comparison,
+    compare,
+    deterministic,
+    differentiate,
+    on_host,
+    with_rates_of,
+)
 from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.policy import resolve_refresh
+from natgrad.refresh.rule import SIDES, Reads
 from natgrad.state import state as states
 
 # The number of layers that a warning names.
@@ -64,7 +87,6 @@ class Preconditioner:
 
     Attributes:
         curvature: The `Curvature` of the layers, or the mapping of patterns to curvatures.
-        parts: The internal components. Not part of the public interface.
         call_order: Checks the order of calls. Not part of the public interface.
 
     Example:
@@ -189,25 +211,13 @@ class Preconditioner:
             refresh=refresh,
             factor=by_kind.factor,
         )
-        self.parts = parts = Parts(
-            model=model,
-            structure=structure,
-            runtime=runtime,
-            hooks=Hooks(capture.forward),
-            capture=capture,
-            sampler=LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean"),
-            scaling=scaling,
-            damping=by_kind,
-            scheduler=RefreshScheduler(refresh),
-            background=BackgroundRefresh(),
-            clip=Clip(optimizer, kl_clip),
-            failure_counters=FailureCounters(Guard() if guard is None else guard),
-            inspection=Inspection(),
-            progress=StepCounters(),
-            epochs=EpochState(),
-        )
-        self._statistics, self._decompositions = Statistics(parts), Decompositions(parts)
-        self._gradients, self._detached = GradientStep(parts), False
+        self._model, self._structure, self._communicator = model, structure, runtime
+        self._capture, self._hooks = capture, Hooks(capture.forward)
+        self._sampler = LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean")
+        self._scaling, self._damping, self._clip = scaling, by_kind, Clip(optimizer, kl_clip)
+        self._scheduler, self._background = RefreshScheduler(refresh), BackgroundRefresh()
+        self._failures, self._inspection = FailureCounters(Guard() if guard is None else guard), Inspection()
+        self._progress, self._epochs, self._detached = StepCounters(), EpochState(), False
         warn_of_idle(root, curvature, structure.coverage)
         reductions.warn_of_idle(names)
         if runtime.ranks == 1:
@@ -218,8 +228,10 @@ class Preconditioner:
         if reduces:
             take_over_reduction(model)
         elif rule.rule.sends_during_backward and runtime.ranks > 1:
-            listen(model, parts.hooks.on_bucket_reduced)
-        self.call_order = CallOrder(parts)
+            listen(model, self._hooks.on_bucket_reduced)
+        # With gradients="reduce" a rank without samples has no backward pass, and still takes part.
+        always = reduces and runtime.ranks > 1
+        self.call_order = CallOrder(optimizer, capture, structure, self._progress, always_steps=always)
         self._attach()
 
     # --- Training -----------------------------------------------------------------------------------------------
@@ -243,10 +255,9 @@ class Preconditioner:
         try:
             loss.backward()
         except RuntimeError as error:
-            runtime = self.parts.runtime
-            if runtime.ranks > 1 and is_lost(error):  # in the messages of DDP or FSDP2
-                runtime.call = f"the backward pass before step() {self.parts.progress.step}"
-                raise runtime.explained(error) from error
+            if self._communicator.ranks > 1 and is_lost(error):  # in the messages of DDP or FSDP2
+                self._communicator.call = f"the backward pass before step() {self._progress.step}"
+                raise self._communicator.explained(error) from error
             raise
 
     @torch.no_grad()
@@ -270,39 +281,79 @@ class Preconditioner:
             CurvatureError: if a layer has failed more often in a row than the guard allows, or if a decomposition in
                 the background raised an error on any rank.
         """
-        parts, progress = self.parts, self.parts.progress
+        progress = self._progress
         self._check_step(count)
-        parts.capture.audit.report()
-        parts.scheduler.rule.check(progress.step)
-        damping = progress.damping = parts.damping.value(progress.step)
+        self._capture.audit.report()
+        self._scheduler.rule.check(progress.step)
+        damping = progress.damping = self._damping.value(progress.step)
         self._follow_model()
         if not (self.call_order.check() and self._has_work()):
             return
-        parts.runtime.call = f"step() {progress.step}"
+        self._communicator.call = f"step() {progress.step}"
         self._compare_settings(damping)
-        if parts.renews_in_background:
-            self._decompositions.collect(at_once=self._decompositions.are_due)
+        due = self._scheduler.due_parts(progress)
+        if self._refreshes_in_background:
+            self._collect_refresh(at_once=bool(due))
 
-        self._statistics.compare_gradients()
-        scale = self._gradients.reduce(count)
-        if parts.capture.wanted:
-            self._statistics.update(count)
-        if self._decompositions.are_due:
-            self._decompositions.update(count, damping)
-        self._gradients.precondition(damping, scale)
-        self.call_order.written.note(parts.structure.slots)
+        scale = self._reduce_gradients(count)
+        if self._capture.wanted:
+            self._update_averages(count)
+        if due and (progress.last_factors is not None or self._structure.gathered):
+            self._refresh(count, damping, due)
+
+        with progress.phase("solve", self._communicator):
+            gradients = precondition(
+                self._structure.groups, damping, self._communicator, shared=self._structure.shares_work
+            )
+            if self._structure.shares_work:
+                share(gradients, self._structure.plan, self._communicator, self._failures)
+            clear_unusable(gradients, self._failures)
+            self._clip.apply(gradients, scale, self._scaling.of_layer)
+            for entry in gradients:
+                entry.write()
+        self.call_order.written.note(self._structure.slots)
 
         progress.step += 1
-        self._statistics.choose_next()
+        self._choose_statistics()
         progress.ended = perf_counter()
-        parts.inspection.report()
-        parts.failure_counters.check()
-        warn_of_missing_epochs(progress.step, parts.epochs.epoch, parts.groups)
+        self._inspection.report()
+        self._failures.check()
+        warn_of_missing_epochs(progress.step, self._epochs.epoch, self._structure.groups)
+
+    def next_epoch(self) -> None:
+        """Mark the end of an epoch. Call it on every rank, between two steps.
+
+        ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective).
+        """
+        self._epochs.next(self._structure.groups, self._communicator)
+
+    def discard(self) -> None:
+        """Forget the statistics of the backward passes since the last step.
+
+        Call it if the gradients of these passes are discarded: after a pass of another model's loss through this one
+        (GANs), after the first pass of SAM, and after adversarial attacks that call ``backward``. It happens
+        automatically if ``zero_grad`` sets all ``.grad`` to None, except under FSDP2.
+        """
+        self._capture.discard()
+
+    def detach(self) -> None:
+        """Remove all hooks from the model permanently, for example before ``torch.jit.script``.
+
+        Deleting this object does the same. Afterwards `step` raises a `natgrad.NatgradError`; `state_dict` still works.
+        The communication hooks of ``gradients="reduce"`` and "pipelined" remain, because torch cannot remove them.
+        """
+        self.call_order.detach()
+        self._hooks.detach(self._structure.root)
+        self._capture.detach()
+        self._background.close(self._progress)
+        self._detached = True
+
+    # --- The phases of a step -----------------------------------------------------------------------------------
 
     def _check_step(self, count: Count | None) -> None:
         """Check that a step may begin. Raises what `step` documents."""
-        parts, capture, reductions = self.parts, self.parts.capture, self.parts.scaling.reductions
-        capture.discard_cleared_passes(parts.model.parameters())
+        capture, reductions = self._capture, self._scaling.reductions
+        capture.discard_cleared_passes(self._model.parameters())
         counts_samples = capture.forward.was_open and capture.ambiguous is None and reductions.single != "tokens"
         if not (counts_samples and isinstance(count, int)):  # an earlier step needed a count, this one does not
             reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
@@ -312,86 +363,219 @@ class Preconditioner:
             raise NatgradError(
                 "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
             )
-        parts.scaling.check(differentiated=bool(capture.backwards))
-        check_joined(parts.model)
+        self._scaling.check(differentiated=bool(capture.backwards))
+        check_joined(self._model)
 
     def _has_work(self) -> bool:
         """Return whether any backward pass was seen. Torch's checkpoint loaders step before any forward pass."""
-        parts = self.parts
-        return parts.runtime.ranks > 1 or bool(parts.capture.backwards) or parts.progress.has_curvature
+        return self._communicator.ranks > 1 or bool(self._capture.backwards) or self._progress.has_curvature
 
     def _compare_settings(self, damping: float) -> None:
         """Compare the ranks in the first step, and after the layers have changed."""
-        parts = self.parts
-        if parts.progress.start_clock(layer for layer, _ in parts.structure.coverage.layers):
-            parts.capture.warn_of_others()
-            check_agreement(parts, damping)
-        parts.scaling.reductions.warn_of_default()
+        progress, reductions = self._progress, self._scaling.reductions
+        if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
+            self._capture.warn_of_others()
+            settings = {
+                "state": f"step {progress.step}, factors of {progress.last_factors}, "
+                f"inverses of {progress.last_inverses}",
+                "damping": str(damping),
+                "kl_clip": str(self._clip.bound),
+                "gradients": "reduce" if self._scaling.reduces else "averaged",
+                "scaling": self._scaling.describe(),
+                "refresh": str(self._scheduler.rule.settings(progress.step)),
+                "guard": str(self._failures.guard),
+            }
+            check_agreement(self._communicator, self._structure, reductions, settings)
+        reductions.warn_of_default()
 
-    def next_epoch(self) -> None:
-        """Mark the end of an epoch. Call it on every rank, between two steps.
+    def _reduce_gradients(self, count: Count | None) -> float | Tensor:
+        """Compare ``.grad`` with what the hooks have seen, and average it over the ranks with ``gradients="reduce"``.
 
-        ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective).
+        Returns:
+            The factor that makes it the gradient of the mean loss.
         """
-        self.parts.epochs.next(self.parts.groups, self.parts.runtime)
+        capture, scaling, structure, runtime = self._capture, self._scaling, self._structure, self._communicator
+        samples, backwards = capture.number(count), len(capture.backwards)
+        with self._progress.phase("reduce", runtime):
+            capture.audit.compare(scaling.of_loss, runtime)
+            device = next((parameter.device for parameter in structure.root.parameters()), None)
+            if device is not None and (scaling.reduces or capture.wanted or capture.rows.wanted):
+                capture.sums.skip_step = scaling.skip_step(runtime, device)
+            return scaling.of_gradients(structure, runtime, samples, backwards, self._progress.step)
 
-    def discard(self) -> None:
-        """Forget the statistics of the backward passes since the last step.
+    def _update_averages(self, count: Count | None) -> None:
+        """Sum the statistics over the ranks, and update the running averages; under "background" one step later."""
+        progress, structure, runtime = self._progress, self._structure, self._communicator
+        self._capture.finish()
+        sums = self._capture.sums
+        if runtime.ranks == 1 and sums.empty:
+            return
+        wire, sides = structure.precision.wire, sums.sides
+        with progress.phase("reduce", runtime):
+            sums.close(*self._gains(count))
+            if self._refreshes_in_background:
+                self._background.post(structure.groups, sums, runtime, progress, self._inspection, wire)
+                return
+            sums.reduce(runtime, wire)
+            if "gradients" in sides:
+                self._inspection.look(structure.groups, sums, runtime)
+        with progress.phase("renew", runtime):
+            updated = update_averages(sums, self._failures)
+            counts = bool(updated) or structure.shares_work
+            if progress.last_factors is None:
+                # The host waits for the result only before the first update: a checkpoint loader may step before any
+                # forward pass, and the first batch may not be finite.
+                counts = self._agreed(any(bool(blocks.any()) for blocks in updated))
+            if counts:
+                progress.record_factors(sides)
 
-        Call it if the gradients of these passes are discarded: after a pass of another model's loss through this one
-        (GANs), after the first pass of SAM, and after adversarial attacks that call ``backward``. It happens
-        automatically if ``zero_grad`` sets all ``.grad`` to None, except under FSDP2.
-        """
-        self.parts.capture.discard()
+    def _refresh(self, count: Count | None, damping: float, due: frozenset[Reads]) -> None:
+        """Decompose what is due on its owners, and exchange the results. Under "background" only start."""
+        progress, structure, scheduler = self._progress, self._structure, self._scheduler
+        begins = not progress.has_curvature
+        with progress.phase("renew", self._communicator):
+            rows_updated = self._refresh_rows(count, damping)  # first, so that `observed` includes these layers
+            usable = self._inspection.usable(
+                structure.groups, observed(structure.groups), captured=self._captured_everything()
+            )
+            keys, decided = usable, scheduler.selects_layers and bool(usable)
+            if scheduler.selects_layers:
+                keys = scheduler.select_layers(structure.groups, usable, damping, progress.step)
+                if structure.shares_work:
+                    share_decisions(structure.groups, self._communicator)
+            work = structure.groups, structure.plan, self._communicator, keys, damping
+            if self._refreshes_in_background:
+                if not self._background.begin(*work, progress) and decided:
+                    progress.record_inverses(due)
+                return
+            updated = run_tasks(*work, self._failures, structure.precision.wire, reads=due)
+            scheduler.end_refresh(structure.groups, keys)
+            decided = decided or updated or rows_updated
+            if self._agreed(decided) if begins else decided or structure.shares_work:
+                progress.record_inverses(due)
 
-    def detach(self) -> None:
-        """Remove all hooks from the model permanently, for example before ``torch.jit.script``.
+    def _captured_everything(self) -> bool:
+        """Return whether the hooks captured all statistics of all layers in this step."""
+        capture, structure = self._capture, self._structure
+        sums = capture.wanted or not structure.summed
+        rows = capture.rows.wanted or not structure.gathered
+        return sums and rows and len(capture.sums.sides) == len(SIDES) and not self._refreshes_in_background
 
-        Deleting this object does the same. Afterwards `step` raises a `natgrad.NatgradError`; `state_dict` still works.
-        The communication hooks of ``gradients="reduce"`` and "pipelined" remain, because torch cannot remove them.
-        """
-        self.call_order.detach()
-        self.parts.hooks.detach(self.parts.structure.root)
-        self.parts.capture.detach()
-        self.parts.background.close(self.parts.progress)
-        self._detached = True
+    def _refresh_rows(self, count: Count | None, damping: float) -> bool:
+        """Select, gather and invert the rows of this step, and return whether any block was updated."""
+        capture, structure = self._capture, self._structure
+        skips = capture.sums.skip_step
+        if not (structure.gathered and capture.rows.wanted) or (skips is not None and bool(skips)):
+            return False
+        capture.finish()
+        self._epochs.read_learning_rates(self._clip.optimizer)
+        refresh = RowRefresh(
+            plan=structure.plan,
+            runtime=self._communicator,
+            epochs=self._epochs,
+            failure_counters=self._failures,
+            damping=damping,
+            seed=self._sampler.seed,
+            step=self._progress.step,
+            wire=structure.precision.wire,
+        )
+        updated = refresh.run(structure.gathered, capture.rows, *self._gains(count))
+        structure.plan = refresh.plan
+        return updated
+
+    def _collect_refresh(self, *, at_once: bool) -> None:
+        """Exchange the results of decompositions in the background, if they are due or `at_once`."""
+        structure, keys = self._structure, self._background.keys
+        with self._progress.phase("renew", self._communicator):
+            try:
+                self._background.collect(
+                    structure.plan,
+                    self._communicator,
+                    self._failures,
+                    self._progress,
+                    structure.precision.wire,
+                    at_once=at_once,
+                )
+            finally:
+                if not self._background.keys:
+                    self._scheduler.end_refresh(structure.groups, keys)
+
+    def _choose_statistics(self) -> None:
+        """Choose what the hooks capture in the next step."""
+        progress, structure = self._progress, self._structure
+        sides = self._scheduler.due_statistics(progress)
+        self._capture.reset(
+            wanted=any(of_sides(group, sides) for group in structure.summed),
+            rows=bool(structure.gathered) and "gradients" in self._scheduler.due_parts(progress),
+            sides=sides,
+        )
+
+    @property
+    def _refreshes_in_background(self) -> bool:
+        """Whether decompositions run in the background. The first ones never do."""
+        rule = self._structure.plan.placement.rule
+        return rule.renews_in_background and self._progress.last_inverses is not None
+
+    def _agreed(self, flag: bool) -> bool:
+        """Return `flag` of any rank if ranks are workers of some layers only, else that of this rank."""
+        return self._communicator.any(flag) if self._structure.shares_work else flag
+
+    def _gains(self, count: Count | None) -> tuple[Mapping[str, float], float | Tensor]:
+        """Return the part of each layer's samples or tokens that counts, and the factor of captured gradients."""
+        return self._capture.shares(count), self._scaling.of_captured(len(self._capture.backwards))
 
     # --- The model ----------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Attach hooks to the present layers."""
-        parts = self.parts
+        """Attach hooks to the present layers, and begin to capture their statistics."""
+        structure, several = self._structure, self._communicator.ranks > 1
         if not self._detached:
-            self._statistics.attach()
-            parts.hooks.attach(
-                parts.structure.root, [member.layer for group in parts.groups for member in group.members]
-            )
-        parts.failure_counters.forget()
-        parts.progress.began = parts.progress.ended = 0.0
+            rows = RowBuffer(structure.gathered, structure.precision.wire if several else None)
+            self._capture.attach(structure.groups, self._empty_sums(), rows)
+            layers = [member.layer for group in structure.groups for member in group.members]
+            self._hooks.attach(structure.root, layers)
+        self._failures.forget()
+        self._progress.began = self._progress.ended = 0.0
+
+    def _empty_sums(self) -> StatisticsBuffer:
+        """Return an empty buffer for the statistics of all layers, with the buckets of the placement."""
+        structure, runtime = self._structure, self._communicator
+        placement, several = structure.plan.placement, runtime.ranks > 1
+        if not (placement.rule.sends_during_backward and several):
+            return StatisticsBuffer(structure.summed, fused=several)
+        return BucketedStatistics(
+            structure.summed,
+            names=[layer.name for layer, _ in structure.coverage.layers],
+            bucket=placement.bucket,
+            runtime=runtime,
+            wire=structure.precision.wire,
+        )
 
     def _follow_model(self) -> None:
         """Adapt to parameters that were moved, frozen or replaced since the last step."""
-        parts = self.parts
-        if parts.structure.move():
-            parts.failure_counters.forget()
-        with parts.progress.phase("renew", parts.runtime):
-            parts.background.fold(parts.failure_counters)
-        if parts.structure.is_outdated:
-            self._decompositions.collect(at_once=True)
-            parts.structure.rebuild()
+        if self._structure.move():
+            self._failures.forget()
+        with self._progress.phase("renew", self._communicator):
+            self._background.fold(self._failures)
+        if self._structure.is_outdated:
+            self._collect_refresh(at_once=True)
+            self._structure.rebuild()
             self._attach()
-            parts.inspection.restart()
+            self._inspection.restart()
             # The hooks lost the statistics of this step on all ranks, so these stay due.
-            parts.capture.wanted = parts.capture.rows.wanted = False
+            self._capture.wanted = self._capture.rows.wanted = False
 
     def _differentiate_sampled(self, outputs: Tensor, mask: Tensor | None) -> None:
         """Differentiate the loss of sampled labels, if the next step needs their statistics."""
-        parts, likelihood = self.parts, self._statistics.likelihood
+        capture = self._capture
+        sums = capture.wanted and "gradients" in capture.sums.sides
+        groups = (one for one in self._structure.groups if (capture.rows.wanted if one.gathered else sums))
+        likelihood = next((one.curvature.likelihood for one in groups if one.curvature.likelihood is not None), None)
         if likelihood is not None:
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
             require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
-            score = parts.sampler.score(likelihood, outputs.detach(), mask, parts.progress.step)
-            parts.capture.sampled_pass(outputs, score)
+            score = self._sampler.score(likelihood, outputs.detach(), mask, self._progress.step)
+            capture.sampled_pass(outputs, score)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to copy: the copy's hooks would be those of the original."""
@@ -402,21 +586,21 @@ class Preconditioner:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer whose learning rates the KL clip reads."""
-        return self.parts.clip.optimizer
+        return self._clip.optimizer
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return an iterator over the parameters that are preconditioned."""
-        return (slot.parameter for layer, _ in self.parts.structure.coverage.layers for slot in layer.slots)
+        return (slot.parameter for layer, _ in self._structure.coverage.layers for slot in layer.slots)
 
     @property
     def has_curvature(self) -> bool:
         """Whether statistics have been captured, here or before a checkpoint."""
-        return self.parts.progress.has_curvature
+        return self._progress.has_curvature
 
     @property
     def has_pending_backward(self) -> bool:
         """Whether the hooks saw a backward pass on this rank since the last step. Not all steps need one."""
-        return bool(self.parts.capture.backwards)
+        return bool(self._capture.backwards)
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return a flat dict of numbers and device tensors. Reading a tensor may synchronize with the device.
@@ -433,13 +617,13 @@ class Preconditioner:
         of "rows" in use, and whether "kid" selected them.
         """
         return {
-            **self.parts.progress.metrics(self.parts.capture.seconds),
-            "damping": self.parts.progress.damping,
-            "kl_scale": self.parts.clip.last,
-            **self.parts.failure_counters.metrics(),
-            **self.parts.scheduler.metrics(self.parts.groups),
-            **self.parts.epochs.metrics(self.parts.groups),
-            "plain_layers": len(self.parts.inspection.reasons),
+            **self._progress.metrics(self._capture.seconds),
+            "damping": self._progress.damping,
+            "kl_scale": self._clip.last,
+            **self._failures.metrics(),
+            **self._scheduler.metrics(self._structure.groups),
+            **self._epochs.metrics(self._structure.groups),
+            "plain_layers": len(self._inspection.reasons),
         }
 
     def traffic(self) -> dict[str, int]:
@@ -447,19 +631,32 @@ class Preconditioner:
 
         "rows": of SNGD and HyLo. "audit": gradients that are compared between ranks.
         """
-        return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self.parts.runtime.traffic()}
+        return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._communicator.traffic()}
 
     def explain(self) -> Explanation:
         """Return a table: each parameter's curvature, ranks and cost, or why it is left to the optimizer.
 
         The table also shows what has been preconditioned so far. Synchronizes with the device.
         """
-        return explain(self.parts)
+        return explain(
+            self._structure, self._scaling.reductions, self._progress, self._failures, self._inspection, self._note()
+        )
+
+    def _note(self) -> str:
+        """Describe the KL clip, the placement, the damping and the reduction."""
+        notes, damping = [self._clip.describe()], self._damping.damping
+        if self._communicator.ranks > 1:
+            notes.append(self._structure.plan.note)
+        if not callable(damping):
+            notes.append(describe_damping(damping, self._structure.groups))
+        if chosen := self._scaling.reductions.explain():
+            notes.append(chosen)
+        return "; ".join(notes)
 
     @property
     def plan(self) -> Plan[str]:
         """The assignment of layers to ranks, their memory and messages. ``print`` and Rich show it as a table."""
-        return self.parts.structure.plan
+        return self._structure.plan
 
     def verify(
         self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any], *, dtype: torch.dtype | None = None
@@ -489,7 +686,81 @@ class Preconditioner:
                 process cannot compute what is compared: sampled labels, and on several ranks rows that each rank
                 selects (`natgrad.HyLo`) and factors of one rank's samples ("dp").
         """
-        return verify(self, batch, loss_fn, dtype)
+        structure, runtime, scaling = self._structure, self._communicator, self._scaling
+        root = structure.root
+        check_comparison(batch, loss_fn, dtype, structure, runtime.ranks)
+        allowed = "called when no step is under way"
+        require(not self.has_pending_backward, "verify()", "called between backward and step", allowed)
+        summed = scaling.reductions.single == "sum"
+        with self._without_curvature() as state, extra_passes(root), deterministic(root):
+            differentiate(self._model, batch, loss_fn)
+            samples = float(self._capture.number(None))
+            self.step()
+            placed = Outcome.of(root, self.state_dict(gather=True))
+            batches = runtime.all_gather_objects((on_host(batch), samples))
+            plain = plain_copy(root, dtype)
+            with self._alone(plain, state) as alone:
+                accumulate(plain, batches, loss_fn, dtype, weighted=scaling.reduces and not summed)
+                alone.step()
+                # A sum that natgrad reduces is not divided by the number of ranks.
+                factor = float(runtime.ranks) if scaling.reduces and summed else 1.0
+                expected = Outcome.of(plain, alone.state_dict(), factor)
+        note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(self._model).__name__}"
+        return compare(structure, placed, expected, note)
+
+    @contextmanager
+    def _without_curvature(self) -> Iterator[dict[str, Any]]:
+        """Let the next step be one without earlier curvature, in which all is due, and restore the state at the end.
+
+        The value of the context is the state.
+        """
+        self._follow_model()  # to the layers as they are now
+        progress, written = self._progress, self.call_order.written
+        untouched, kept = written.untouched(), (self._background, self._failures, self._structure.plan)
+        damping, scale = progress.damping, self._clip.last
+        self._background, self._failures = BackgroundRefresh(), FailureCounters(Guard(limit=None))
+        state = self.state_dict()
+        blocks = tree_map(torch.zeros_like, state["blocks"])
+        empty = {**state, "last_factors": -1, "last_inverses": -1, "blocks": blocks}
+        empty.pop("refresh", None)  # the steps of the last captures, by side
+        try:
+            with self._scaling.without_scaler():
+                self.load_state_dict(empty)
+                yield state
+        finally:
+            self.load_state_dict(state)
+            self._background, self._failures, self._structure.plan = kept
+            progress.damping, self._clip.last = damping, scale
+            if untouched:  # their tensors have been written into since, and hold the same values
+                written.note(self._structure.slots)
+
+    @contextmanager
+    def _alone(self, plain: nn.Module, state: Mapping[str, Any]) -> Iterator[Preconditioner]:
+        """Build a preconditioner with the same settings and step for a plain model, in a process group of one rank."""
+        group = None
+        if self._communicator.group is not None:
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        settings = {
+            "optimizer": None if self.optimizer is None else with_rates_of(self.optimizer, self._structure.root, plain),
+            "refresh": None,
+            "placement": "comm-opt",
+            "precision": replace(self._structure.precision, wire=None),
+            "process_group": group,
+            "mesh": None,
+            "guard": Guard(limit=None),
+            "gradients": "averaged",
+            "accumulation": "mean",
+            "scaler": None,
+        }
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NatgradWarning)  # this preconditioner gives them
+                alone = type(self)(plain, **{**self._arguments, **settings})
+                alone.load_state_dict({**alone.state_dict(), "step": state["step"], "epochs": state["epochs"]})
+                yield alone
+        finally:
+            if group is not None:
+                dist.destroy_process_group(group)
 
     # --- State --------------------------------------------------------------------------------------------------
 
@@ -510,18 +781,20 @@ class Preconditioner:
         Returns:
             Nested dicts of numbers and tensors. Tensors whose size depends on the batch (rows) are in tuples.
         """
-        self.parts.background.fold(self.parts.failure_counters, alone=not gather)
+        self._background.fold(self._failures, alone=not gather)
         if gather:
-            self._decompositions.end()
-        blocks, counted = states.snapshot(self.parts.structure.ahead().groups), self.parts.failure_counters.state_dict()
-        if gather and self.parts.shares_work:
-            blocks, counted = states.union(blocks, counted, self.parts.runtime)
+            self._collect_refresh(at_once=True)
+            if not self._communicator.any(bool(self._capture.backwards)):  # the next passes use the new results
+                self._capture.sums.note_basis_versions()
+        blocks, counted = states.snapshot(self._structure.ahead().groups), self._failures.state_dict()
+        if gather and self._structure.shares_work:
+            blocks, counted = states.union(blocks, counted, self._communicator)
         return {
             "format": states.FORMAT,
-            **self.parts.progress.state_dict(),
-            **self.parts.background.state_dict(),
-            **self.parts.scheduler.state_dict(self.parts.progress),
-            "epochs": self.parts.epochs.state_dict(),
+            **self._progress.state_dict(),
+            **self._background.state_dict(),
+            **self._scheduler.state_dict(self._progress),
+            "epochs": self._epochs.state_dict(),
             "blocks": blocks,
             "watch": counted,
         }
@@ -547,25 +820,24 @@ class Preconditioner:
         With `partial` it is collective if ranks are workers of some layers only. What is wrong with the state of one
         rank is then raised on all ranks.
         """
-        parts = self.parts
         self._follow_model()
-        runtime = parts.runtime if partial and parts.shares_work else None
+        runtime = self._communicator if partial and self._structure.shares_work else None
         restarted: list[str] = []
-        if partial or not parts.shares_work:  # all ranks must restart the same blocks
-            state, restarted = states.completed(state, parts.groups, runtime, partial=partial)
-        counters = {"updates": parts.progress.updates, "watch": parts.failure_counters.state_dict()}
+        if partial or not self._structure.shares_work:  # all ranks must restart the same blocks
+            state, restarted = states.completed(state, self._structure.groups, runtime, partial=partial)
+        counters = {"updates": self._progress.updates, "watch": self._failures.state_dict()}
         with raised_on_all(runtime):
-            state = states.checked(state, parts.groups, counters)
-            parts.scheduler.check_state(state)
-            parts.epochs = EpochState.loaded(state["epochs"])
-        states.restore(state["blocks"], parts.groups)
-        parts.background.drop(parts.progress)
-        parts.progress.load_state_dict(state)
-        parts.failure_counters.load_state_dict(state["watch"])
-        parts.scheduler.load_state_dict(state, parts.progress)
+            state = states.checked(state, self._structure.groups, counters)
+            self._scheduler.check_state(state)
+            self._epochs = EpochState.loaded(state["epochs"])
+        states.restore(state["blocks"], self._structure.groups)
+        self._background.drop(self._progress)
+        self._progress.load_state_dict(state)
+        self._failures.load_state_dict(state["watch"])
+        self._scheduler.load_state_dict(state, self._progress)
         if restarted:  # so that the next step captures and decomposes everything
-            parts.progress.captured, parts.progress.refreshed = {}, {}
-        self._statistics.choose_next()
+            self._progress.captured, self._progress.refreshed = {}, {}
+        self._choose_statistics()
         if restarted:
             named = ", ".join(restarted[:_NAMED])
             more = f" and {len(restarted) - _NAMED} more" if len(restarted) > _NAMED else ""

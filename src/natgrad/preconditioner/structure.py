@@ -75,6 +75,21 @@ class Structure:
         """Every parameter, or part of one, of the covered layers."""
         return [slot for layer, _ in self.coverage.layers for slot in layer.slots]
 
+    @property
+    def summed(self) -> list[BlockGroup]:
+        """The groups whose statistics are summed."""
+        return [group for group in self.groups if group.statistics]
+
+    @property
+    def gathered(self) -> list[BlockGroup]:
+        """The groups whose statistics are gathered."""
+        return [group for group in self.groups if group.gathered]
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether ranks are workers of some layers only, and exchange preconditioned gradients."""
+        return self.plan.columns > 1
+
     def _prepare_refresh(self, rule: RefreshRule) -> None:
         """Prepare the groups for a refresh rule."""
         for group in self.groups:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +14,6 @@ from natgrad.linalg.device import known_all, on_host
 from natgrad.schedule import check_whole
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.failures import Level
-
-if TYPE_CHECKING:
-    from natgrad.preconditioner.gradients.stacked import GroupGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,48 +40,9 @@ class Guard:
 
 
 _KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions", "fallbacks/stale")
-# From this number of elements on, inner products on a CPU are computed one by one.
-_LONG = 8192
 
 # Kinds of failures that are counted in a row. `_CURVATURE`: the number that the worker of a layer sent.
 _FACTORS, _DECOMPOSITION, _CURVATURE = "factors", "decomposition of ", "curvature"
-
-
-def check_preconditioned(entry: GroupGradients) -> None:
-    """Set the levels of a group's layers, and ⟨V, W⟩ of each block; nan where V is unusable. W is dropped."""
-    inner = dots(entry.V, entry.W)
-    unusable = ~((inner > (0 if entry.group.curvature.positive_definite else -math.inf)) & (inner < math.inf))
-    if not known_all(~unusable):
-        square = dots(entry.W, entry.W)
-        # ⟨V, W⟩ is zero, and no failure, if the gradient is zero or tiny.
-        is_small = square < torch.finfo(square.dtype).tiny ** 0.5
-        unusable &= (square < math.inf) & ~((inner == 0) & is_small)
-        inner = inner.masked_fill(unusable, math.nan)
-    entry.group.failures.record_unusable(entry.blocks, unusable)
-    del entry.W
-    entry.inner, entry.levels = inner, _levels(entry)
-
-
-def _levels(entry: GroupGradients) -> Tensor:
-    """Return the `Level` of each block's layer ``[n]``."""
-    group, levels = entry.group, list[int]()
-    for member, is_ready in zip(entry.members, group.are_ready(entry.members), strict=True):
-        level = Level.PLAIN if not is_ready else Level.STALE if group.failures.is_stale(member.blocks) else Level.FRESH
-        levels += [level] * (member.stop - member.start)
-    if len(set(levels)) == 1:
-        return entry.V.new_full((len(levels),), levels[0])
-    return tensor_on(entry.V.device, levels, entry.V.dtype)
-
-
-def dots(X: Tensor, Y: Tensor) -> Tensor:
-    """Return the inner product of each block ``[N]`` of two tensors ``[N, o, i]``."""
-    X, Y = X.flatten(1), Y.flatten(1)
-    if not on_host(X):
-        return torch.bmm(X[:, None, :], Y[:, :, None])[:, 0, 0]
-    if X.shape[1] < _LONG or not X.shape[0]:
-        products: Tensor = torch.linalg.vecdot(X, Y)
-        return products
-    return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
 
 
 class FailureCounters:

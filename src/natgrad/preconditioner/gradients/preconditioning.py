@@ -1,0 +1,166 @@
+"""Precondition the gradients of a step on their workers, and find those that are unusable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from natgrad.distributed import Communicator
+from natgrad.distributed.fsdp import collect_rows, held_rows
+from natgrad.layers import Slot
+from natgrad.linalg import tensor_on
+from natgrad.linalg.device import known_all, on_host
+from natgrad.preconditioner.epochs import add_gradients
+from natgrad.preconditioner.gradients.stacked import GroupGradients
+from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.state.block_group import BlockGroup
+from natgrad.state.failures import Level
+
+# Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.
+_BUCKET = 2**26
+# From this number of elements on, inner products on a CPU are computed one by one.
+_LONG = 8192
+
+
+def precondition(
+    groups: Sequence[BlockGroup], damping: float, runtime: Communicator, *, shared: bool
+) -> list[GroupGradients]:
+    """Precondition the gradients of the layers that this rank is a worker of.
+
+    Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all groups,
+    the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of one group.
+
+    Args:
+        groups: All groups.
+        damping: γ.
+        runtime: The ranks.
+        shared: Whether ranks exchange the results. They must agree on the layers then.
+
+    Returns:
+        The layers with a ``.grad``, all layers if `shared`; preconditioned where this rank is a worker.
+    """
+    everything = _collect(groups, shared=shared)
+    for bucket in _buckets(everything):
+        received = _receive_rows(bucket, runtime)
+        for entry in bucket:
+            if entry.group.role.is_gradient_worker:
+                entry.gather(received)
+                started = perf_counter()
+                add_gradients(entry.group, entry.W, entry.blocks)
+                entry.V = entry.group.solve(entry.members, entry.W, damping)
+                entry.group.charge(entry.members, perf_counter() - started)
+                _check(entry)
+        del received  # before the next ones are collected
+    return everything
+
+
+def clear_unusable(entries: Sequence[GroupGradients], failures: FailureCounters) -> None:
+    """Make gradients that are not finite or unusable zero, and count them and the layers that fell back."""
+    for entry in entries:
+        entry.failed = ~entry.inner.isfinite()
+        entry.clear_(entry.failed)
+        failures.count_skipped_gradients(entry.group, entry.blocks, entry.failed)
+        failures.record_levels(entry.group, entry.members, entry.layer_levels)
+
+
+def dots(X: Tensor, Y: Tensor) -> Tensor:
+    """Return the inner product of each block ``[N]`` of two tensors ``[N, o, i]``."""
+    X, Y = X.flatten(1), Y.flatten(1)
+    if not on_host(X):
+        return torch.bmm(X[:, None, :], Y[:, :, None])[:, 0, 0]
+    if X.shape[1] < _LONG or not X.shape[0]:
+        products: Tensor = torch.linalg.vecdot(X, Y)
+        return products
+    return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
+
+
+# --- Sharded gradients ----------------------------------------------------------------------------------------------
+
+
+def _collect(groups: Sequence[BlockGroup], *, shared: bool) -> list[GroupGradients]:
+    """Return the layers with a ``.grad``, or all layers."""
+    found = []
+    for group in groups:
+        members = [
+            member
+            for member in group.members
+            if shared or any(slot.parameter.grad is not None for slot in member.layer.slots)
+        ]
+        if members:
+            found.append(GroupGradients(group, members))
+    return found
+
+
+def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]]:
+    """Yield groups whose sharded gradients are collected together; the same on all ranks."""
+    bucket: list[GroupGradients] = []
+    size = 0
+    for entry in entries:
+        group = entry.group
+        added = group.size * group.outputs * group.inputs * entry.dtype.itemsize
+        if bucket and size + added > _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += added
+    if bucket:
+        yield bucket
+
+
+def _receive_rows(bucket: Sequence[GroupGradients], runtime: Communicator) -> dict[int, Tensor]:
+    """Send each worker all rows of the sharded gradients that it preconditions.
+
+    The rows come from the S ranks of the worker's copy of the model (under HSDP one replica, otherwise all ranks).
+    Each other rank of these sends 1 / S of a layer's gradient.
+
+    Returns:
+        The rows by the parameter's ``id``, without plain parameters.
+    """
+    wanted = [
+        (slot, entry.group.role.assignment.workers)
+        for entry in bucket
+        for member in entry.members
+        for slot in member.layer.slots
+    ]
+    return collect_rows(wanted, _gradient_rows, runtime, "gradients")
+
+
+def _gradient_rows(slot: Slot, rows: range) -> Tensor:
+    """Return rows of the gradient in the parameter's dtype, zeros if there is no gradient."""
+    values, parameter = held_rows(slot, rows), slot.parameter
+    if values is None:
+        return torch.zeros(len(rows), *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return values.to(parameter.dtype)
+
+
+# --- Unusable results -----------------------------------------------------------------------------------------------
+
+
+def _check(entry: GroupGradients) -> None:
+    """Set the levels of a group's layers, and ⟨V, W⟩ of each block; nan where V is unusable. W is dropped."""
+    inner = dots(entry.V, entry.W)
+    unusable = ~((inner > (0 if entry.group.curvature.positive_definite else -math.inf)) & (inner < math.inf))
+    if not known_all(~unusable):
+        square = dots(entry.W, entry.W)
+        # ⟨V, W⟩ is zero, and no failure, if the gradient is zero or tiny.
+        is_small = square < torch.finfo(square.dtype).tiny ** 0.5
+        unusable &= (square < math.inf) & ~((inner == 0) & is_small)
+        inner = inner.masked_fill(unusable, math.nan)
+    entry.group.failures.record_unusable(entry.blocks, unusable)
+    del entry.W
+    entry.inner, entry.levels = inner, _levels(entry)
+
+
+def _levels(entry: GroupGradients) -> Tensor:
+    """Return the `Level` of each block's layer ``[n]``."""
+    group, levels = entry.group, list[int]()
+    for member, is_ready in zip(entry.members, group.are_ready(entry.members), strict=True):
+        level = Level.PLAIN if not is_ready else Level.STALE if group.failures.is_stale(member.blocks) else Level.FRESH
+        levels += [level] * (member.stop - member.start)
+    if len(set(levels)) == 1:
+        return entry.V.new_full((len(levels),), levels[0])
+    return tensor_on(entry.V.device, levels, entry.V.dtype)
