@@ -284,7 +284,7 @@ def test_a_step_before_any_forward_is_harmless():
     preconditioner = build(model, natgrad.HyLo(0.5))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    with pytest.warns(natgrad.NatgradWarning, match="no backward pass"):
+    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
         preconditioner.step()
     assert preconditioner.metrics()["inverse_updates"] == 0
     assert not preconditioner.has_curvature
