@@ -380,7 +380,7 @@ _add(
     "A loaded checkpoint forgets when the last decomposition was, so that one is due at once.",
     "dense/test_state.py::test_a_resumed_run_is_bit_identical",
     (
-        "preconditioner.counters:StepCounters.load_state_dict",
+        "state.counters:StepCounters.load_state_dict",
         "None if state[name] < 0 else int(state[name])",
         'None if state[name] < 0 or name == "last_inverses" else int(state[name])',
     ),
@@ -421,7 +421,7 @@ _add(
     "A loaded checkpoint does not restore how often factors and decompositions were renewed.",
     "dense/test_state.py::test_a_resumed_run_is_bit_identical",
     (
-        "preconditioner.counters:StepCounters.load_state_dict",
+        "state.counters:StepCounters.load_state_dict",
         "self.factor_updates, self.inverse_updates = (int",
         "_ = (int",
     ),

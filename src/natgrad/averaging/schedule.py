@@ -8,8 +8,8 @@ from math import inf, isfinite
 from typing import Any, Literal
 
 from natgrad.errors import NatgradWarning, require
-from natgrad.preconditioner.epochs import PATIENCE
 from natgrad.schedule import check_number, check_whole
+from natgrad.state.epochs import PATIENCE
 
 Phase = Literal["warm-up", "cycling", "cool-down"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from natgrad.capture import Capture
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Slot
-from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.structure import Structure
+from natgrad.state.counters import StepCounters
 
 
 class GradientVersions:

@@ -10,12 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from natgrad.capture.reductions import Reductions
-from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.structure import Structure
 from natgrad.printed import Printed
 from natgrad.state.block_group import BlockGroup
+from natgrad.state.counters import StepCounters
 
 
 @dataclass(frozen=True, kw_only=True)

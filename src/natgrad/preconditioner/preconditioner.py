@@ -41,9 +41,7 @@ from natgrad.preconditioner.arguments import (
 )
 from natgrad.preconditioner.call_order import CallOrder
 from natgrad.preconditioner.compatibility import check_combinations, warn_of_combinations
-from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.coverage import cover, warn_of_idle
-from natgrad.preconditioner.epochs import EpochState, warn_of_missing_epochs
 from natgrad.preconditioner.explanation import Explanation, describe_damping, explain
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
@@ -77,6 +75,8 @@ from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.policy import resolve_refresh
 from natgrad.refresh.rule import SIDES, Reads
 from natgrad.state import state as states
+from natgrad.state.counters import StepCounters
+from natgrad.state.epochs import EpochState, warn_of_missing_epochs
 
 # The number of layers that a warning names.
 _NAMED = 5
@@ -395,13 +395,20 @@ class Preconditioner:
             The factor that makes it the gradient of the mean loss.
         """
         capture, scaling, structure, runtime = self._capture, self._scaling, self._structure, self._communicator
-        samples, backwards = capture.number(count), len(capture.backwards)
         with self._progress.phase("reduce", runtime):
             capture.audit.compare(scaling.of_loss, runtime)
             device = next((parameter.device for parameter in structure.root.parameters()), None)
             if device is not None and (scaling.reduces or capture.wanted or capture.rows.wanted):
                 capture.sums.skip_step = scaling.skip_step(runtime, device)
-            return scaling.of_gradients(structure, runtime, samples, backwards, self._progress.step)
+            return scaling.of_gradients(
+                structure.root,
+                structure.groups,
+                runtime,
+                samples=capture.number(count),
+                backwards=len(capture.backwards),
+                step=self._progress.step,
+                to_owners=structure.plan.columns == runtime.ranks,
+            )
 
     def _update_averages(self, count: Count | None) -> None:
         """Sum the statistics over the ranks, and update the running averages; under "background" one step later."""

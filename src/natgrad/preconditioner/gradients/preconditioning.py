@@ -14,10 +14,10 @@ from natgrad.distributed.fsdp import collect_rows, held_rows
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
-from natgrad.preconditioner.epochs import add_gradients
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import BlockGroup
+from natgrad.state.epochs import add_gradients
 from natgrad.state.failures import Level
 
 # Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.

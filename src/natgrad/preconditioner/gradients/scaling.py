@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.preconditioner.gradients.reduction import reduce_gradients
-from natgrad.preconditioner.structure import Structure
+from natgrad.state.block_group import BlockGroup
 
 
 class Scaling:
@@ -152,21 +152,34 @@ class Scaling:
         return self.of_sum
 
     def of_gradients(
-        self, structure: Structure, runtime: Communicator, samples: int, backwards: int, step: int
+        self,
+        model: nn.Module,
+        groups: Sequence[BlockGroup],
+        runtime: Communicator,
+        *,
+        samples: int,
+        backwards: int,
+        step: int,
+        to_owners: bool,
     ) -> float | Tensor:
         """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
 
-        `samples`, `backwards` and `step` are this rank's samples (token losses: positions) and backward passes of the
-        step, and its completed steps.
+        Args:
+            model: The model without wrappers.
+            groups: The groups of blocks.
+            runtime: The ranks.
+            samples: This rank's samples (token losses: positions) of the step.
+            backwards: This rank's backward passes of the step.
+            step: This rank's completed steps.
+            to_owners: Whether each layer has one worker, so that only it receives the layer's gradient.
         """
-        model = structure.root
         scale: float | Tensor = 1.0
-        device = structure.groups[0].device if structure.groups else None
-        dtype = structure.groups[0].work_dtype if structure.groups else torch.float32
+        device = groups[0].device if groups else None
+        dtype = groups[0].work_dtype if groups else torch.float32
         passes = self._passes(model, runtime, backwards, device, dtype)
         if self.reduces:
-            groups = structure.groups if structure.plan.columns == runtime.ranks else None
-            scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=groups, step=step)
+            owned = groups if to_owners else None
+            scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=owned, step=step)
         elif (self._summed or self._mixed) and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
             runtime.sum_(total, {"counters": 1})

@@ -24,13 +24,13 @@ from natgrad.capture.sums import StatisticsBuffer
 from natgrad.curvature import Curvature
 from natgrad.distributed import Communicator, Plan
 from natgrad.errors import CurvatureError
-from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.refresh.averages import update_averages
 from natgrad.preconditioner.refresh.tasks import RAISED, TaskRun, compute, conclude, task_runs
 from natgrad.specs import Statistic, Task
 from natgrad.state.block_group import BlockGroup, unpacked
+from natgrad.state.counters import StepCounters
 
 _Outcome: TypeAlias = tuple[dict[str, Tensor], Tensor, float]
 

@@ -20,10 +20,10 @@ from natgrad.curvature import kernel
 from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on
 from natgrad.linalg.products import full_products
-from natgrad.preconditioner.epochs import EpochState
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.refresh.tasks import TaskRun, compute, conclude
 from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.epochs import EpochState
 from natgrad.state.tensors import StateTensors
 
 # Bytes of the kernels that are computed together.

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from natgrad.distributed import Communicator
 from natgrad.errors import require
-from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.refresh.decisions import KEPT, REFRESHED, DecisionState, is_of_basis_rule
 from natgrad.refresh import Candidate, RefreshRule
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.counters import StepCounters
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from math import sqrt
 
 from torch import Tensor
 
-from natgrad.preconditioner.epochs import EpochState
+from natgrad.state.epochs import EpochState
 
 THRESHOLD = 0.5
 """The default of η, from Accordion, which the paper cites; the paper has no value."""
