@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import natgrad
-from natgrad.preconditioner import preconditioning as natgrad_gradients
+from natgrad.preconditioner.gradients import preconditioning as natgrad_gradients
 from tests.distributed.jobs import batch, place, share
 from tests.distributed.sharded_jobs import STEPS, Case, Network, Training, error, train
 
