@@ -36,7 +36,7 @@ def main(
     for seed in range(100, 100 + seeds):  # one placement after the other, so that the machine's moods hit all alike
         for name, points in ends.items():
             terms = {"schedule": known.target_terms["schedule"], "epochs": known.target_terms["epochs"]}
-            job = Job(task=task, placement=name, workers=workers, seed=seed, **terms, **known.settings["natgrad"])
+            job = Job(task=task, placement=name, workers=workers, seed=seed, **terms, **known.settings["kfac"])
             points.append(train(job, Output(), own_process=True).points[-1])
             print(f"{name}, seed {seed}: loss {points[-1].loss:.4f}, metric {points[-1].metric:.4f}", flush=True)
     table = Table(title=f"{task}, {workers} ranks, {seeds} seeds: median (least to greatest)")

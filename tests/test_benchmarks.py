@@ -291,7 +291,7 @@ def test_daso_training_reaches_what_a_mean_of_losses_says():
 def test_results_on_file_are_read():
     """A later run of a part keeps what its file has of the others."""
     files = sorted(RESULTS.glob("placement_*.json"))
-    assert len(files) >= 6
+    assert files
     for path in files:
         stored = json.loads(path.read_text())
         for name in WORKLOADS:

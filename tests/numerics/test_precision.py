@@ -50,7 +50,7 @@ def worst(actual, expected):
     return max(float((actual[name] - value).norm() / value.norm()) for name, value in expected.items())
 
 
-# Bounds on the relative error (Frobenius) of the natural gradient, the worst parameter's; measured: docs/precision.md.
+# Bounds on the relative error (Frobenius) of the natural gradient, the worst parameter's (docs/measurements.md).
 CHOICES = {
     "float32": (natgrad.Precision(), 1e-4),
     "factors bfloat16": (natgrad.Precision(factors=BF16), 0.04),
@@ -223,7 +223,7 @@ def test_wrong_dtypes(name, value):
         natgrad.Precision(**{name: value})
 
 
-if __name__ == "__main__":  # the table of docs/precision.md
+if __name__ == "__main__":  # the table of docs/measurements.md
     exact = {
         form: natural_gradients(natgrad.Precision(factors=FP64, solve=FP64), form, dtype=FP64)[0] for form in FORMS
     }
