@@ -155,32 +155,6 @@ def step_without_refresh(case):
     return {kind: after[kind] - before.get(kind, 0) for kind in after}, len(calls), workers
 
 
-def sent_and_foretold(case):
-    """Bytes that this rank sends in a step without a refresh, and those that the plan tells of all ranks."""
-    training = Training(case)
-    training.step(0)
-    before = training.preconditioner.traffic()
-    training.step(1)
-    after = training.preconditioner.traffic()
-    foretold = {kind: elements * BYTES for kind, elements in training.preconditioner.plan.traffic()["step"].items()}
-    assert str(training.preconditioner.plan)
-    return {kind: after[kind] - before.get(kind, 0) for kind in after}, foretold
-
-
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, None), (4, (2, 2))])
-@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter", "dp", "hybrid:0.5"])
-@pytest.mark.parametrize("network", [Network, Zoo])
-def test_the_plan_foretells_what_a_step_sends(ranks, network, placement, count, mesh):
-    case = Case(network=network, options={"placement": placement}, mesh=mesh)
-    results = ranks.run(count, sent_and_foretold, case)
-    for _, foretold in results:
-        assert foretold["gradients"] > 0
-        for kind in ("gradients", "counters", "padding"):
-            assert sum(sent.get(kind, 0) for sent, _ in results) == foretold.get(kind, 0)
-
-
 def held(rows, shards, shard):
     """How many of the rows one of the shards has."""
     size = -(-rows // shards)

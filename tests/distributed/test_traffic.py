@@ -189,7 +189,6 @@ def test_the_plan_foretells_what_pipelined_sends(ranks, count):
     results = ranks.run(count, train_sequence, "pipelined", "eigen")
     for kind in ("factors", "inverses", "gradients"):
         assert sum(traffic[kind] for traffic, *_ in results) == results[0][1][kind]
-    assert results[0][1]["inverses"] == 0  # all factors are so small that every rank decomposes them
 
 
 def held_on(placement):

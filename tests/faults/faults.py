@@ -464,7 +464,7 @@ _add(
     "surplus_shared",
     "What an owner has beside its even share of a bucket does not reach the others.",
     "distributed/test_one_process.py",
-    ("distributed.slices:Slices.join", "slices[rank][place])", "slices[rank][place] * 0)"),
+    ("distributed.buckets:Slices.join", "slices[rank][place])", "slices[rank][place] * 0)"),
 )
 _add(
     "surplus_reduced",
@@ -500,7 +500,7 @@ _add(
     "auto_memory",
     'Placement "auto" stays with comm-opt where its curvature does not fit in the memory.',
     "placement/test_choice.py::test_auto_has_the_most_workers_that_fit_or_names_what_would_do",
-    ("distributed.choice:make_plan", "if limit is None or plan.most_held <= limit:", "if True:"),
+    ("distributed.assign:make_plan", "if limit is None or plan.most_held <= limit:", "if True:"),
 )
 _add(
     "rows_unlimited",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.distributed import Assignment, LayerDemand, Placement, RowDemand, make_plan, resolve
+from natgrad.distributed import Assignment, LayerDemand, Placement, make_plan, resolve
 from tests.placement.layers import NAMES, kfac, models, placements, ranks, resnet50, resnet50_positions
 
 pure = settings(max_examples=100, deadline=None, derandomize=True)
@@ -37,7 +37,7 @@ def test_a_layer_has_a_column_of_workers_and_every_rank_one_server_in_its_row(op
         assert assignment.workers == tuple(range(column, P, P // n))
         assert len(assignment.workers) == n
         assert assignment.owners.keys() == works[key].parts.keys()
-        assert all(owner is None or owner in assignment.workers for owner in assignment.owners.values())
+        assert all(owner in assignment.workers for owner in assignment.owners.values())
         for rank in some(P):
             row = plan.row(rank)
             assert rank in row
@@ -171,24 +171,6 @@ def test_no_rank_could_be_done_sooner_with_its_last_piece(options, works):
         assert span <= (plan.refresh_work(rank) + least) / speeds[rank] * (1 + 1e-12)
 
 
-def test_more_ranks_than_layers():
-    plan = make_plan(resolve("mem-opt"), resnet50(), 4096)
-    owners = {assignment.workers[0] for assignment in plan.assignments.values()}
-    assert len(owners) == 54  # each its own
-    plan = make_plan(resolve("comm-opt"), resnet50(), 4096)
-    assert (
-        len({owner for assignment in plan.assignments.values() for owner in assignment.owners.values()}) == 108
-    )  # A and G apart
-
-
-def test_a_fast_rank_gets_more():
-    works = chain([10] * 12)
-    plan = make_plan(Placement(name="mem-opt", speeds=(3.0, 1.0)), works, 2)
-    assert [plan.refresh_work(rank) for rank in (0, 1)] == [90, 30]
-    plan = make_plan(Placement(name="hybrid", fraction=0.5, speeds=(3.0, 1.0, 3.0, 1.0)), works, 4)
-    assert [plan.refresh_work(rank) for rank in range(4)] == [50, 20, 40, 10]  # column 0 has nine, 1 three
-
-
 def test_round_robin_takes_turns():
     works = {name: kfac(9 - index, 4) for index, name in enumerate("abcdefg")}
     plan = make_plan(Placement(name="mem-opt", owners="round-robin"), works, 3)
@@ -260,18 +242,9 @@ def test_new_layers_go_where_assigned_ones_leave_room():
     assert {key: assignment.workers for key, assignment in plan.assignments.items()} == {0: (1,), 1: (0,), 2: (0,)}
 
 
-def test_pipelined_decomposes_small_factors_everywhere():
-    works = {"small": kfac(8, 64), "large": kfac(8, 512)}
-    plan = make_plan(resolve("pipelined"), works, 4)
-    assert plan.assignments["small"].owners == {"A": None, "G": None}
-    assert plan.assignments["large"].owners == {"A": 0, "G": None}
-    assert plan.refresh_work(1) == 8**3 + 64**3 + 8**3
-    assert plan.traffic()["inverses"] == {"inverses": shared(512**2 + 512), "counters": shared(1)}
-
-
 @pytest.mark.values
 @pytest.mark.parametrize("name", [*(name for name in NAMES if name != "hybrid"), "hybrid:0.25"])
-@pytest.mark.parametrize("speeds", [1, 2, 4096])
+@pytest.mark.parametrize("speeds", [1, 4096])
 def test_500_layers_on_4096_ranks_take_a_moment(name, speeds):
     placement = resolve(name)
     options = {"speeds": tuple(1.0 + rank % speeds for rank in range(4096)), "fraction": placement.fraction}
@@ -314,47 +287,6 @@ def test_volumes_of_resnet50(P):
     for name in least if P > 1 else list(least)[:-1]:
         for found, own in zip(volumes(make_plan(resolve(name), works, P)), least[name], strict=True):
             assert own <= found <= 1.2 * own + P * P  # the surplus of some owners travels twice
-
-
-def test_rows_are_those_of_the_batch():
-    """HyLo sends (P - 1) r (i + o), and with links (P - 1) r² / P, then (P - 1) r² for each block."""
-    selected = RowDemand(
-        width=30, share=lambda samples, most, ranks: min(most, int(samples) // 2 // ranks), held=int, linked=True
-    )
-    works = {"rows": LayerDemand(parts={"M": 1.0}, rows=selected, blocks=2), "sums": kfac(3, 4)}
-    plan, without = (make_plan(resolve("comm-opt"), {key: works[key] for key in keys}, 4) for keys in (works, ["sums"]))
-    r, told, plain = 16, plan.traffic(samples=32), without.traffic()
-    assert told["factors"] == plain["factors"]
-    assert told["inverses"]["rows"] == 3 * r * 30 + 2 * 3 * r * r // 4
-    least = plain["inverses"]["inverses"] + 2 * 3 * r * r
-    assert least <= told["inverses"]["inverses"] <= least + shared(2 * r * r)
-    assert plan.traffic(samples=[8, 8, 8, 8]) == told
-    assert plan.traffic(samples=[29, 1, 1, 1]) == told  # the others fill up with zeros
-    unknown = {kind: elements for kind, elements in told["inverses"].items() if kind != "rows"}
-    assert plan.traffic()["inverses"] == unknown | {"inverses": plain["inverses"]["inverses"]}
-    assert "rows" in str(plan)
-    assert "rows" not in str(without)
-
-
-@pytest.mark.parametrize(("placement", "n"), [("hybrid:0.5", 2), ("mem-opt", 1), ("reduce-scatter", 1), ("dp", 0)])
-def test_rows_go_to_the_workers(placement, n):
-    """Each of n workers gets the shares of the 3 others, with their links, and n - 1 of them the kernel's inverse."""
-    selected = RowDemand(width=30, share=lambda samples, most, ranks: 4, held=int, linked=True)
-    plan = make_plan(resolve(placement), {"rows": LayerDemand(parts={"M": 1.0}, rows=selected, blocks=2)}, 4)
-    told = plan.traffic(samples=32)["inverses"]
-    assert told.get("rows", 0) == n * 3 * (4 * 30 + 2 * 4 * 4)
-    assert told["inverses"] == (shared(2 * 16 * 16, n) if n else 0)
-    counted = (
-        4 * 3 * 2 + n * 3 * 2 + (shared(2, n) if n else 0)
-    )  # rows and samples; whether rows are fine; whether the inverse is
-    assert told["counters"] == (counted if n else 0)
-    assert ("and rows:" in str(plan)) == (placement != "dp")
-
-
-@pytest.mark.parametrize("samples", [0, -1, 2.0, True, "2", [1, 2, 3], [1, -1], [0, 0]])
-def test_samples_that_are_none(samples):
-    with pytest.raises(ValueError, match=r"samples=.* is not allowed: samples must be None, a whole number"):
-        make_plan(resolve("comm-opt"), {"layer": kfac(3, 4)}, 2).traffic(samples)
 
 
 def test_tables_under_dp_travel_as_in_reduce_scatter():

@@ -1,43 +1,102 @@
-"""Assign layers to ranks, in order of descending cost."""
+"""Make plans: assign layers to ranks, in order of descending cost, and choose the placement for "auto"."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 
 from natgrad.distributed.options import Placement
-from natgrad.distributed.plan import Assignment, LayerDemand, Plan
-from natgrad.distributed.rules import Destination
+from natgrad.distributed.plan import Assignment, Plan, mebibytes
+from natgrad.distributed.rules import Destination, LayerDemand
 from natgrad.errors import require, require_one_of
+from natgrad.schedule import check_whole
 
 Key = TypeVar("Key", bound=Hashable)
 
-Owners: TypeAlias = dict[Key, dict[str, "int | None"]]
 
-CORE_SPEED = 5e10
-"""Multiply-adds of decompositions per second on one processor core (d³ for an inverse, 5 d³ for eigenvectors)."""
-# A message of n bytes takes latency + n / bandwidth seconds: gloo on a 10 Gbit/s network.
-_LATENCY, _BANDWIDTH = 2e-4, 1.25e9
+def make_plan(
+    placement: Placement,
+    works: Mapping[Key, LayerDemand],
+    ranks: int,
+    previous: Mapping[Key, Assignment] | None = None,
+    *,
+    factor_refreshes: float = 10.0,
+    share: int | None = None,
+) -> Plan[Key]:
+    """Assign the layers to ranks.
+
+    Layers are assigned to columns of the grid of ranks, and the tasks of a layer to the workers of its column. Both are
+    assigned in order of descending cost to the column or worker that would finish first (longest processing time:
+    within 4/3 of the best makespan for equally fast ranks, Graham 1969, otherwise within twice the best, Gonzalez et
+    al. 1977). With owners="round-robin" they are assigned in turn. If a layer has several workers, different ones may
+    decompose A and G (Pauloski 2022, sections 4.2 and 4.3).
+
+    Args:
+        placement: The options.
+        works: The demand of each layer, in the order of the model; equal on all ranks.
+        ranks: The number of ranks, P >= 1.
+        previous: The assignments of layers that keep their workers.
+        factor_refreshes: The number of factor refreshes for each inverse refresh, for the balance of "dp".
+        share: The bytes that the curvature of a rank may take under "auto" without `Placement.memory`. None: no limit.
+
+    Returns:
+        The plan, equal on all ranks: ties go to the lower rank, and equal costs keep their order. If all costs differ,
+        the order of `works` matters only for owners="round-robin".
+
+    Raises:
+        ValueError: if an option does not fit the number of ranks, or a rank would hold more than `Placement.memory`.
+    """
+    check_whole("ranks", ranks, 1)
+    speeds = placement.speeds
+    require(speeds is None or len(speeds) == ranks, "speeds", speeds, f"a number for each of the {ranks} ranks")
+    for name in ("costs", "positions"):
+        unknown = set(getattr(placement, name) or ()) - set(map(str, works))
+        require(bool(previous) or not unknown, name, sorted(unknown)[:5], "numbers by the keys of the model's layers")
+    limit = share if placement.memory is None else placement.memory
+    first, *others = _candidates(placement, ranks)
+    plan = comm_opt = _assign(first, works, ranks, previous or {}, factor_refreshes)
+    for candidate in others:
+        if limit is None or plan.most_held <= limit:
+            break
+        plan = _assign(candidate, works, ranks, previous or {}, factor_refreshes)
+        reason = f"because 'comm-opt' would hold {mebibytes(comm_opt.most_held)} of at most {mebibytes(limit)}"
+        plan = replace(plan, note=f"{plan.note}, {reason}")
+    if not previous:  # a layer added during training raises no error
+        plan.check_memory()
+    return plan
 
 
-def assign(
+def _candidates(placement: Placement, ranks: int) -> Iterator[Placement]:
+    """Yield the placement, for "auto" those that it chooses from, the largest number of workers first."""
+    if placement.name != "auto":
+        yield placement
+        return
+    yield replace(placement, name="comm-opt")
+    for workers in range(ranks // 2, 1, -1):
+        if ranks % workers == 0:
+            yield replace(placement, name="hybrid", fraction=workers / ranks)
+    if ranks > 1:
+        yield replace(placement, name="mem-opt")
+
+
+def _assign(
     placement: Placement,
     works: Mapping[Key, LayerDemand],
     ranks: int,
     previous: Mapping[Key, Assignment],
     factor_refreshes: float,
 ) -> Plan[Key]:
-    """Return the plan of one placement other than "auto", as `natgrad.distributed.make_plan` describes."""
+    """Return the plan of one placement other than "auto", as `make_plan` describes."""
     speeds = placement.speed_of(ranks)
     columns = ranks // placement.workers(ranks)
     workers = [tuple(range(column, ranks, columns)) for column in range(columns)]
     assignments = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
     plan: Plan[Key] = Plan(
-        placement, ranks, columns, assignments, works, weigh(placement, works, assignments, factor_refreshes), note
+        placement, ranks, columns, assignments, works, _weigh(placement, works, assignments, factor_refreshes), note
     )
     column_of = _columns(plan, workers, speeds, previous)
     owners = _owners(plan, column_of, workers, speeds)
@@ -50,7 +109,7 @@ def assign(
     )
 
 
-def weigh(
+def _weigh(
     placement: Placement,
     works: Mapping[Key, LayerDemand],
     assignments: Mapping[Key, Assignment],
@@ -87,7 +146,7 @@ def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:
     require_one_of(f"{rule.name}.sums", sums, *get_args(Destination))
     fits = sums == "all" or (workers == 1 and not rule.all_ranks_work)
     require(fits, f"{rule.name}.sums", sums, "'all', unless each layer has one worker")
-    return "worker" if sums == "all" and work.rows is not None else sums
+    return "worker" if sums == "all" and work.rows else sums
 
 
 def _columns(
@@ -122,33 +181,21 @@ def _columns(
 
 def _owners(
     plan: Plan[Key], column_of: Mapping[Key, int], workers: Sequence[Sequence[int]], speeds: Sequence[float]
-) -> Owners[Key]:
+) -> dict[Key, dict[str, int]]:
     """Return the owner of each task: the least loaded worker, the largest tasks first; or workers in turn."""
-    placement = plan.placement
     weights = {(key, part): plan.weight(key, part) for key, work in plan.layers.items() for part in work.parts}
-    owners: Owners[Key] = {key: {} for key in plan.layers}
-    loads = [_Load(ranks, [speeds[rank] for rank in ranks]) for ranks in workers]
-    assigned = [0] * len(workers)
-    for key, part in weights if placement.owners == "round-robin" else _descending(weights):
-        column, work, weight = column_of[key], plan.layers[key], weights[key, part]
-        load = loads[column]
-        if placement.rule.decomposes_everywhere and _is_cheaper_everywhere(work, part):
-            owners[key][part] = None
-            load.add(slice(None), weight)
-        elif placement.owners == "round-robin":
+    owners: dict[Key, dict[str, int]] = {key: {} for key in plan.layers}
+    if plan.placement.owners == "round-robin":
+        assigned = [0] * len(workers)
+        for key, part in weights:
+            column = column_of[key]
             owners[key][part] = workers[column][assigned[column] % len(workers[column])]
             assigned[column] += 1
-        else:
-            owners[key][part] = load.add_to_least(weight)
+        return owners
+    loads = [_Load(ranks, [speeds[rank] for rank in ranks]) for ranks in workers]
+    for key, part in _descending(weights):
+        owners[key][part] = loads[column_of[key]].add_to_least(weights[key, part])
     return owners
-
-
-def _is_cheaper_everywhere(work: LayerDemand, part: str) -> bool:
-    """Return whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
-    if work.rows is not None:
-        return False  # the size of the result depends on the batch
-    size = work.results.get(part, 0) * work.wire
-    return work.parts[part] / CORE_SPEED < _LATENCY + size / _BANDWIDTH
 
 
 def _descending(costs: Mapping[Key, float]) -> Iterable[Key]:
@@ -162,8 +209,8 @@ class _Load:
         self._workers, self._speeds = workers, np.array(speeds)
         self._work = np.zeros(len(workers))
 
-    def add(self, index: int | slice, cost: float) -> None:
-        """Add work to one worker or several."""
+    def add(self, index: int, cost: float) -> None:
+        """Add work to a worker."""
         self._work[index] += cost
 
     def add_to_least(self, cost: float) -> int:

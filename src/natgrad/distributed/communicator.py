@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from natgrad.distributed import groups
-from natgrad.distributed.slices import Slices
-from natgrad.distributed.wire import WireFormat, cut, narrower
+from natgrad.distributed.buckets import Slices, WireFormat, cut, narrower
 from natgrad.errors import LostRankError
 from natgrad.linalg.device import on_host
 

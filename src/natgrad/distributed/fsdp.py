@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -287,24 +286,6 @@ def put_rows(found: dict[int, Tensor], slot: Slot, start: int, rows: Tensor) -> 
         whole = found[id(slot.parameter)] = rows.new_zeros(slot.parameter.shape)
     rows = rows.reshape(-1, *whole.shape[1:])
     whole[start : start + len(rows)] = rows
-
-
-def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
-    """Return the numbers of elements of a layer's parameters on each shard, and of its unsharded parameters.
-
-    The former is empty if no parameter is sharded.
-    """
-    held: list[list[int]] = []
-    replicated = 0
-    for slot in layer.slots:
-        part, row = slot_rows(slot), math.prod(slot.parameter.shape[1:])
-        sharding = RowSharding.of(slot.name, slot.parameter) if is_sharded(slot.parameter) else None
-        if sharding is None or sharding.ranks == 1:
-            replicated += len(part) * row
-            continue
-        ends = [min(max(sharding.start(rank), part.start), part.stop) for rank in range(sharding.ranks + 1)]
-        held.append([(end - begin) * row for begin, end in pairwise(ends)])
-    return (tuple(map(sum, zip(*held, strict=True))), replicated) if held else ((), 0)
 
 
 # --- Ranks --------------------------------------------------------------------------------------------------------

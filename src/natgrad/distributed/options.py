@@ -26,7 +26,7 @@ class Placement:
     - "reduce-scatter" (Osawa 2019): as "mem-opt", but factors are sent to their worker only.
     - "dp" (DP-KFAC, Zhang 2022): as "mem-opt", but the worker builds a layer's factors from its own samples.
     - "pipelined" (after SPD-KFAC, Shi 2021): as "comm-opt", but factors are sent during the backward pass, under
-      ``DistributedDataParallel``, and every rank decomposes those that take less time to decompose than to send.
+      ``DistributedDataParallel``.
     - "background": as "comm-opt", but decompositions run during the following steps, which use the previous results.
     - "auto" (KAISA's rule): "comm-opt" if its curvature fits in `memory`, else the largest "hybrid" that does, else
       "mem-opt". Without `memory`, the curvature of a rank may take a quarter of the memory of its device, or on the

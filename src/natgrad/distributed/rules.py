@@ -3,20 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from typing_extensions import override
 
 from natgrad.errors import require
 from natgrad.schedule import is_number
 
-if TYPE_CHECKING:
-    from natgrad.distributed.plan import LayerDemand
-
 # Where the statistics of a layer are summed over the ranks: on "all" ranks, or on its only "worker". "alone": there is
 # no sum, and the only worker uses the samples of its rank.
 Destination: TypeAlias = Literal["all", "worker", "alone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDemand:
+    """The work, messages and memory of a layer.
+
+    Attributes:
+        parts: The work of each task, in multiply-adds.
+        sums: The number of elements of its statistics in messages (triangles of symmetric matrices).
+        results: The number of elements of the result of each task in messages.
+        rows: For a layer that sends rows of samples in place of sums (SNGD, HyLo): returns the bytes of this number of
+            rows, and of their kernels, on a worker.
+        gradients: The number of elements of its gradient.
+        is_sharded: Whether FSDP2 shards any of its parameters.
+        blocks: The number of its blocks, whose decompositions may fail separately.
+        averages: The bytes of its running averages.
+        held: The bytes of the results of its tasks on a worker, without `rows`.
+        alone: Whether the samples of one rank are sufficient for its statistics. They are not for embedding tables, of
+            which a rank looks up few rows.
+    """
+
+    parts: Mapping[str, float]
+    sums: int = 0
+    results: Mapping[str, int] = field(default_factory=dict)
+    rows: Callable[[int], int] | None = None
+    gradients: int = 0
+    is_sharded: bool = False
+    blocks: int = 1
+    averages: int = 0
+    held: int = 0
+    alone: bool = True
+
+    @property
+    def cost(self) -> float:
+        """The work of all tasks."""
+        return sum(self.parts.values())
 
 
 class PlacementRule:
@@ -33,8 +66,6 @@ class PlacementRule:
             from those of one process.
         sends_during_backward: Whether statistics are sent during the backward pass; requires `all_ranks_work`.
         renews_in_background: Whether decompositions run during the following steps; requires `all_ranks_work`.
-        decomposes_everywhere: Whether every rank runs the decompositions that take less time than receiving the
-            result.
     """
 
     name: str = "own"
@@ -42,7 +73,6 @@ class PlacementRule:
     uses_own_samples: bool = False
     sends_during_backward: bool = False
     renews_in_background: bool = False
-    decomposes_everywhere: bool = False
 
     def workers(self, ranks: int) -> int:
         """Return the number of workers of a layer for P = `ranks`, a divisor of P."""
@@ -132,7 +162,6 @@ class Pipelined(CommOpt):
 
     name = "pipelined"
     sends_during_backward = True
-    decomposes_everywhere = True
 
 
 class Background(CommOpt):

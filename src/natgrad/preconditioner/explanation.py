@@ -26,7 +26,7 @@ class Row:
         parameter: Its qualified name.
         shape: Its shape.
         curvature: The approximation of its Fisher block. Empty if it is left to the optimizer.
-        owners: The owner of each part of its refresh. None: all ranks.
+        owners: The owner of each part of its refresh. None: it has none.
         share: Its layer's share of the work of a refresh, on the layer's first parameter.
         time: The share of all steps' time that its layer's curvature took on this rank's host, on the layer's first
             parameter. None before the second step.
@@ -42,7 +42,7 @@ class Row:
     parameter: str
     shape: tuple[int, ...]
     curvature: str = ""
-    owners: dict[str, int | None] | None = None
+    owners: dict[str, int] | None = None
     share: float = 0.0
     time: float | None = None
     bytes: int = 0
@@ -85,8 +85,7 @@ class Explanation(Printed):
         table.add_column("time", justify="right")
         table.add_column("memory", justify="right")
         for row in self.rows:
-            named = {part: "all" if owner is None else owner for part, owner in (row.owners or {}).items()}
-            owners = " ".join(f"{part}:{owner}" for part, owner in named.items())
+            owners = " ".join(f"{part}:{owner}" for part, owner in (row.owners or {}).items())
             table.add_row(
                 escape(row.parameter),
                 "x".join(map(str, row.shape)),

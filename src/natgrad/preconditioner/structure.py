@@ -12,8 +12,8 @@ from torch import nn
 
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, declarations, gathered, statistics_of, summed
-from natgrad.distributed import Assignment, LayerDemand, Placement, Plan, RowDemand, make_plan, narrower
-from natgrad.distributed.fsdp import reshard, shares
+from natgrad.distributed import Assignment, LayerDemand, Placement, Plan, make_plan
+from natgrad.distributed.fsdp import is_sharded, reshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Slot
 from natgrad.linalg.device import memory_of, on_host
@@ -201,27 +201,21 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
     kept = [spec for spec in (*written, *state) if not spec.sized_by_batch]
     parameter = layer.slots[0].parameter
     factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
-    shards, replicated = shares(layer)
 
     def held_rows(count: int) -> int:
         numbers = 2 * at_least_float32(held).itemsize  # of samples, and the damping
         return n * (numbers + sum(spec.sized(count).numel * spec_dtype(spec, held).itemsize for spec in batch_sized))
 
-    linked = len(kept_rows) < len(rows)
     return LayerDemand(
         parts={task.name: task.cost * n for task in tasks},
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
-        rows=RowDemand(width=n * sum(sizes), share=curvature.rows_per_rank, held=held_rows, linked=linked)
-        if rows
-        else None,
+        rows=held_rows if rows else None,
         gradients=n * prod(sizes),
-        shards=shards,
-        replicated=replicated,
+        is_sharded=any(is_sharded(slot.parameter) for slot in layer.slots),
         blocks=n,
         averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),
         held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in kept),
-        wire=narrower(precision.wire, at_least_float32(factors)).itemsize,
         alone=layer.form != "one-hot",
     )
 

@@ -114,7 +114,7 @@ class BackgroundRefresh:
         runs = task_runs(groups, plan, keys)
         if not runs:
             return False
-        pieces = [self._submit(run, damping) if run.owner in (None, runtime.rank) else [] for run in runs]
+        pieces = [self._submit(run, damping) if run.owner == runtime.rank else [] for run in runs]
         self._refresh = _Refresh(progress.step, progress.last_inverses, keys, runs, pieces)
         progress.last_inverses = progress.step
         return True
@@ -153,7 +153,7 @@ class BackgroundRefresh:
         stopped = [run for run in refresh.runs if RAISED in run.success]
         if stopped:
             names = ", ".join(dict.fromkeys(member.layer.key for run in stopped for member in run.members))
-            owners = ", ".join(str(owner) for owner in sorted({run.owner or 0 for run in stopped}))
+            owners = ", ".join(str(owner) for owner in sorted({run.owner for run in stopped}))
             raise CurvatureError(
                 f"decomposing {names} in the background has raised an error on rank {owners}"
             ) from error

@@ -163,7 +163,7 @@ class RowRefresh:
         runs = [run for run in runs if run.group.role.is_gradient_worker]
         for run in runs:
             run.prepare(self.damping)
-            if run.owner in (None, self.runtime.rank):
+            if run.owner == self.runtime.rank:
                 run.run(self.damping)
         conclude(runs, self.plan.column(self.runtime.rank), self.runtime, self.failure_counters, None)
         for group in {id(run.group): run.group for run in runs}.values():

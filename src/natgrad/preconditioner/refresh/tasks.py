@@ -30,7 +30,7 @@ RAISED = -1.0
 
 @dataclass
 class TaskRun:
-    """A task for some neighbouring blocks of a group, on one owner; None: on every worker.
+    """A task for some neighbouring blocks of a group, on one owner.
 
     Attributes:
         success: For each block, above 0 if it succeeded, `RAISED` if it raised an error other than a failed
@@ -38,7 +38,7 @@ class TaskRun:
         rows: The number of gathered rows, if the task reads rows.
     """
 
-    owner: int | None
+    owner: int
     group: BlockGroup
     task: Task
     start: int
@@ -193,7 +193,7 @@ def run_tasks(
     runs = task_runs(groups, plan, keys, reads=reads)
     for run in runs:
         run.group.allocate_results()
-        if run.owner in (None, runtime.rank):
+        if run.owner == runtime.rank:
             run.run(damping)
     conclude(runs, plan.column(runtime.rank), runtime, failure_counters, wire)
     return bool(runs)
@@ -248,10 +248,9 @@ def _exchange(runs: Sequence[TaskRun], workers: Sequence[int], runtime: Communic
     runtime.subgroup(workers)  # collective on all ranks, also if some columns have nothing to share yet
     buckets: dict[tuple[torch.device, torch.dtype, torch.dtype], list[TaskRun]] = {}
     for run in runs:
-        if run.owner is not None:
-            dtype = run.group.work_dtype
-            sent = narrower(narrower(wire, run.stored), dtype)
-            buckets.setdefault((run.group.device, dtype, sent), []).append(run)
+        dtype = run.group.work_dtype
+        sent = narrower(narrower(wire, run.stored), dtype)
+        buckets.setdefault((run.group.device, dtype, sent), []).append(run)
     for (device, dtype, sent), bucket in buckets.items():
         owned = [[run for run in bucket if run.owner == worker] for worker in workers]
         # Vectors are never rounded: in a narrow bucket they are sent with the counters.
