@@ -239,11 +239,13 @@ def count_messages(placement, left):
         for name, original in originals.items():
             setattr(dist, name, original)
     after, plan = training.preconditioner.traffic(), training.preconditioner.plan
-    owned = [0] * plan.ranks
+    owned, shared = [0] * plan.ranks, [0] * plan.ranks
     for key, work in plan.layers.items():
         owned[plan.column_of(key)] += work.gradients
+        # Back with <V, W> of each block, whether there is curvature, and how it fares.
+        shared[plan.column_of(key)] += work.gradients + work.blocks + 2
     rest = sum(p.numel() for p in training.model.parameters()) - sum(owned)
-    return calls, {kind: sent - before.get(kind, 0) for kind, sent in after.items()}, (owned, rest)
+    return calls, {kind: sent - before.get(kind, 0) for kind, sent in after.items()}, (owned, shared, rest)
 
 
 @pytest.mark.values
@@ -257,20 +259,17 @@ def test_traffic_is_about_that_of_one_all_reduce(ranks, placement, count, left):
     """
     results = ranks.run(count, count_messages, placement, left)
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    for calls, _, (_, rest) in results:
+    for calls, _, (_, _, rest) in results:
         sums = 2 if rest else 1  # counters first
         assert (calls[:sums], calls[-1]) == (["all_reduce"] * sums, gather)
         assert calls[sums:-1] == ["all_to_all_single"] * (len(calls) - sums - 1)
         assert len(calls) <= 4 + sums
     sent = {kind: sum(sent[kind] for _, sent, _ in results) for kind in results[0][1]}
-    owned, rest = results[0][2]
-    slices = Slices(tuple(owned))
-    assert sent["gradients"] == 2 * (sum(slices.sent(rank) for rank in range(count)) + (count - 1) * rest) * BYTES
+    owned, shared, rest = results[0][2]
+    elements = sum(Slices(tuple(sizes)).sent(rank) for sizes in (owned, shared) for rank in range(count))
+    assert sent["gradients"] == (elements + 2 * (count - 1) * rest) * BYTES
     assert sent["factors"] == sent["inverses"] == sent.get("padding", 0) == 0
-    # On all ranks the samples and whether there is each gradient; from the workers <V, W> of each block, whether there
-    # is curvature, and how it fares.
-    blocks, layers = (3, 2) if left else (4, 3)
-    assert sent["counters"] - 2 * (count - 1) * (1 + 6) * 8 >= (count - 1) * (blocks + 2 * layers) * BYTES
+    assert sent["counters"] >= 2 * (count - 1) * (1 + 6) * 8  # the samples, and whether there is each gradient
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -282,7 +281,7 @@ def test_half_of_what_averaged_gradients_cost(ranks, count):
     )
     elements = sum(p.numel() for p in Training(Job()).model.parameters())
     assert averaged >= len(STEPS) * (count - 1) * elements * BYTES
-    assert reduced == 2 * averaged
+    assert len(STEPS) * (count - 1) * elements * BYTES <= reduced - averaged <= averaged
 
 
 def test_a_hybrid_keeps_the_all_reduce(ranks):

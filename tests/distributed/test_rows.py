@@ -215,12 +215,12 @@ def test_traffic_is_that_of_the_papers_formula(ranks, placement, method, count):
         blocks * (P - 1) * r * r // P if method == "kid" else 0
     )
     assert sent.get("rows", 0) == 2 * 8 * rows * workers // P
-    inverses = 2 * 8 * blocks * (workers - 1) * r * r
+    inverses = 2 * 8 * blocks * (workers - 1) * (r * r + 1)  # and whether each is fine
     assert inverses <= sent["inverses"] <= 1.6 * inverses  # the surplus of some owners travels twice
     assert sent["factors"] == 0
     assert (sent["gradients"] == 0) == (workers == P)
-    # Of each layer rows and samples to all others; of each block whether its rows and its M are fine.
-    counters = P * (P - 1) * 2 * len(sizes) + workers * (P - 1) * blocks + (workers - 1) * blocks
+    # Of each layer rows and samples to all others; of each block whether its rows are fine.
+    counters = P * (P - 1) * 2 * len(sizes) + workers * (P - 1) * blocks
     assert 2 * 8 * counters <= sent["counters"]
     assert workers < P or sent["counters"] <= 2 * 8 * (counters + P * P)
 

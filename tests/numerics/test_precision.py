@@ -175,7 +175,7 @@ def test_messages(dtype, wire):
     sizes = torch.tensor([[1e-25], [1e25]], dtype=dtype)
     values = torch.randn(2, 1300, dtype=dtype) * sizes
     message = layout.empty(2, torch.device(device.name()))
-    layout.write(message, wide, [values[:, :700], values[:, 700:]])
+    layout.write(message, values, wide)
     arrived, numbers = layout.read(message.clone())
     assert torch.equal(arrived, wide)
     error = ((numbers - values).abs() / sizes).max()
@@ -189,7 +189,7 @@ def test_what_is_not_finite_arrives_as_such_and_harms_no_neighbour():
     values = torch.full((1, 512), 1e-10)
     values[0, 3], values[0, 4] = float("nan"), float("inf")
     message = layout.empty(1, torch.device(device.name()))
-    layout.write(message, torch.zeros(1, 1), [values])
+    layout.write(message, values, torch.zeros(1, 1))
     _, numbers = layout.read(message)
     assert not numbers[0, 3].isfinite()
     assert not numbers[0, 4].isfinite()

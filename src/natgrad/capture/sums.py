@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from natgrad.distributed import Communicator, Work
+from natgrad.distributed import Communicator, Work, narrower
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.refresh.rule import SIDES, Side
@@ -365,16 +365,20 @@ class StatisticsBuffer:
             self._reduce_to_workers(buckets, runtime, wire)
 
     def _reduce_to_workers(self, buckets: list[Bucket], runtime: Communicator, wire: torch.dtype | None) -> None:
-        """Sum buckets of one dtype and device on the one worker of each."""
+        """Sum buckets of one dtype and device on the one worker of each.
+
+        Counters are never rounded: beside values in a narrow dtype they have a separate message.
+        """
         nothing = buckets[0].allocate()[:0]
-        values, counters = [nothing] * runtime.ranks, [nothing] * runtime.ranks
-        for bucket in buckets:
-            values[bucket.role.server], counters[bucket.role.server] = bucket.values_and_counters()
-        summed = runtime.reduce_to_owners(values, counters, "factors", wire)
-        for bucket in buckets:
-            if bucket.role.server == runtime.rank:
-                for target, result in zip(bucket.values_and_counters(), summed, strict=True):
-                    target.copy_(result)
+        rounds = narrower(wire, nothing.dtype) != nothing.dtype
+        parts = {
+            bucket.role.server: bucket.values_and_counters() if rounds else (bucket.allocate(),) for bucket in buckets
+        }
+        for index, sent in enumerate((wire, None) if rounds else (None,)):
+            vectors = [parts[rank][index] if rank in parts else nothing for rank in range(runtime.ranks)]
+            summed = runtime.reduce_to_owners(vectors, "factors", sent)
+            if runtime.rank in parts:
+                parts[runtime.rank][index].copy_(summed)
 
     def post(self, runtime: Communicator, wire: torch.dtype | None) -> None:
         """Start `reduce` in a separate queue, which requires that all ranks receive all sums."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -151,17 +151,15 @@ class WireFormat:
         """Return an uninitialised message ``[rows, size]``."""
         return torch.empty(rows, self.size, dtype=torch.uint8, device=device)
 
-    def write(self, message: Tensor, wide: Tensor, narrow: Sequence[Tensor]) -> None:
-        """Fill a message ``[R, size]`` with `wide` ``[R, wide]`` and `narrow` ``[R, n]``, joined to ``[R, narrow]``."""
-        self._wide(message).copy_(wide)
-        codes = self._codes(message)
+    def write(self, message: Tensor, narrow: Tensor, wide: Tensor | None = None) -> None:
+        """Fill a message ``[R, size]`` with `narrow` ``[R, narrow]`` and `wide` ``[R, wide]``."""
+        if wide is not None:
+            self._wide(message).copy_(wide)
         if self._scaled:
-            joined = torch.cat(list(narrow), 1)
-            scale = power_of_two(joined, _TOP)[:, None]
+            scale = power_of_two(narrow, _TOP)[:, None]
             self._scale(message).copy_(scale)
-            codes.copy_(joined / scale)
-        elif narrow:  # a message may have wide numbers only
-            torch._foreach_copy_(codes.split([piece.shape[1] for piece in narrow], 1), list(narrow))
+            narrow = narrow / scale
+        self._codes(message).copy_(narrow)
 
     def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``[R, wide]`` and ``[R, narrow]`` of a message, in `dtype`; views of it if `wire` is `dtype`."""
@@ -169,10 +167,6 @@ class WireFormat:
         if self._scaled:
             codes *= self._scale(message).to(self.dtype)
         return self._wide(message), codes
-
-    def resized(self, *, values: int, counters: int) -> WireFormat:
-        """Return the format for `values` narrow and `counters` wide numbers of the same dtypes."""
-        return replace(self, wide=counters, narrow=values)
 
     @property
     def _scaled(self) -> bool:

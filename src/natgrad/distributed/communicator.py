@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -25,10 +26,6 @@ from natgrad.linalg.device import on_host
 def is_lost(error: BaseException) -> bool:
     """Return whether an exception says that a collective has failed."""
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
-
-
-# The numbers of one owner: values, which may be sent in a narrow dtype, and counters, which may not.
-Owned = tuple[Tensor, Tensor]
 
 
 class Work:
@@ -239,7 +236,7 @@ class Communicator:
         counted = layout.wide * message.element_size()
         self.count({kind: layout.payload - counted, "counters": counted}, 2 * (self.ranks - 1))
         sent = layout.empty(self.ranks, message.device)
-        layout.write(sent, wide, [narrow])
+        layout.write(sent, narrow, wide)
         arrived = torch.empty_like(sent)
         with self.collective():
             scattered = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
@@ -248,7 +245,7 @@ class Communicator:
             counts, values = layout.read(arrived)
             values[self.rank] = narrow[self.rank]  # unrounded
             piece = layout.empty(1, message.device)
-            layout.write(piece, counts.sum(0, keepdim=True), [values.sum(0, keepdim=True)])
+            layout.write(piece, values.sum(0, keepdim=True), counts.sum(0, keepdim=True))
             self._run(lambda: _all_gather(arrived, piece, group))
             for section, summed in zip(sections, reversed(layout.read(arrived)), strict=True):
                 section.copy_(summed.flatten()[: len(section)])
@@ -271,83 +268,64 @@ class Communicator:
 
     # --- Sums that go to their owners, results that owners share ------------------------------------------------
 
-    def reduce_to_owners(
-        self, values: Sequence[Tensor], counters: Sequence[Tensor], kind: str, wire: torch.dtype | None = None
-    ) -> Owned:
-        """Return the sums over all ranks of the numbers that this rank owns.
+    def reduce_to_owners(self, vectors: Sequence[Tensor], kind: str, wire: torch.dtype | None = None) -> Tensor:
+        """Return the sum over all ranks of the vector that this rank owns.
 
         A reduce-scatter of even slices, each of which begins with numbers of the rank that receives it. Ranks that own
         more than a slice then receive their surplus from other ranks (`Slices`). Sums have the dtype of the numbers.
 
         Args:
-            values: For each owner, the numbers that this rank adds: vectors of one dtype, at least float32, on one
-                device.
-            counters: The same for numbers that are never sent in a narrow dtype.
-            kind: The kind that the values are counted as; counters are counted as "counters".
-            wire: The dtype in which values are sent, if narrower than their own.
-
-        Returns:
-            The sums of the values and of the counters.
+            vectors: For each owner, the numbers that this rank adds; of one dtype, at least float32, on one device.
+            kind: The kind that their bytes are counted as.
+            wire: The dtype in which they are sent, if narrower than their own.
         """
-        rank, narrow, wide = self.rank, Slices(_lengths(values)), Slices(_lengths(counters))
-        layout = _layout(values[0].dtype, wire, values=narrow.length, counters=wide.length)
-        rows = layout.empty(self.ranks, values[0].device)
-        local = values[0], counters[0]
-        for index, pair in enumerate(zip(narrow.cut(values), wide.cut(counters), strict=True)):
-            local = pair if index == rank else local  # not sent, and so not rounded
-            layout.write(rows[index : index + 1], pair[1][None], [pair[0][None]])
-        self._count(layout, kind, self.ranks - 1)
-        summed = self._reduce_scatter(rows, layout, local)
-        found = self._move_surplus(summed, (narrow, wide), layout, kind, range(self.ranks), to_owners=True)
-        return (
-            torch.cat([summed[0][narrow.first(rank)], *(run for run, _ in found)]),
-            torch.cat([summed[1][wide.first(rank)], *(run for _, run in found)]),
-        )
+        slices, own = Slices(tuple(map(len, vectors))), vectors[0]
+        layout = _layout(own.dtype, wire, slices.length)
+        rows = layout.empty(self.ranks, own.device)
+        for rank, part in enumerate(slices.cut(vectors)):
+            own = part if rank == self.rank else own  # not sent, and so not rounded
+            layout.write(rows[rank : rank + 1], part[None])
+        self.count({kind: layout.payload}, self.ranks - 1)
+        summed = self._reduce_scatter(rows, layout, own)
+        found = self._move_surplus(summed, slices, layout, kind, range(self.ranks), to_owners=True)
+        return torch.cat([summed[slices.first(self.rank)], *found])
 
     def share_from_owners(
         self,
-        owned: Owned,
-        sizes: Sequence[tuple[int, int]],
+        owned: Tensor,
+        sizes: Sequence[int],
         kind: str,
         *,
         ranks: Sequence[int],
         wire: torch.dtype | None = None,
-    ) -> list[Owned]:
-        """Return the numbers that each of some ranks owns, on all of these ranks.
+    ) -> list[Tensor]:
+        """Return the vector that each of some ranks owns, on all of these ranks.
 
         This reverses `reduce_to_owners`, without sums. Ranks that own more than an even slice send their surplus to
         the slices of others; then all ranks gather the slices. Owners also use the rounded values, so that all ranks
         have the same bits.
 
         Args:
-            owned: The values and counters of this rank, vectors of one dtype, at least float32, on one device.
-            sizes: The number of values and of counters that each of the ranks owns.
-            kind: The kind that the values are counted as; counters are counted as "counters".
+            owned: The vector of this rank, at least float32.
+            sizes: The number of elements that each of the ranks owns.
+            kind: The kind that the bytes are counted as.
             ranks: The ranks that take part, including this one, ascending.
-            wire: The dtype in which values are sent, if narrower than their own.
-
-        Returns:
-            The values and counters of each of the ranks.
+            wire: The dtype in which numbers are sent, if narrower than their own.
         """
         if len(ranks) == 1:
             return [owned]
-        rank, device = ranks.index(self.rank), owned[0].device
-        narrow, wide = (Slices(tuple(pair[index] for pair in sizes)) for index in range(2))
-        layout = _layout(owned[0].dtype, wire, values=narrow.length, counters=wide.length)
-        found = self._move_surplus(owned, (narrow, wide), layout, kind, ranks, to_owners=False)
-        row = layout.empty(1, device)
-        values = narrow.fill([owned[0][narrow.first(rank)], *(run for run, _ in found)])
-        counters = wide.fill([owned[1][wide.first(rank)], *(run for _, run in found)])
-        layout.write(row, counters[None], [values[None]])
-        arrived = layout.empty(len(ranks), device)
-        self._count(layout, kind, len(ranks) - 1)
+        slices = Slices(tuple(sizes))
+        layout = _layout(owned.dtype, wire, slices.length)
+        found = self._move_surplus(owned, slices, layout, kind, ranks, to_owners=False)
+        row, arrived = (layout.empty(count, owned.device) for count in (1, len(ranks)))
+        layout.write(row, slices.fill([owned[slices.first(ranks.index(self.rank))], *found])[None])
+        self.count({kind: layout.payload}, len(ranks) - 1)
         members = self.subgroup(ranks)
         self._run(lambda: _all_gather(arrived, row, members))
-        all_counters, all_values = layout.read(arrived)
-        return list(zip(narrow.join(list(all_values)), wide.join(list(all_counters)), strict=True))
+        return slices.join(list(layout.read(arrived)[1]))
 
-    def _reduce_scatter(self, rows: Tensor, layout: WireFormat, local: Owned) -> Owned:
-        """Return the sums of this rank's slice, to which it adds the unrounded numbers `local`.
+    def _reduce_scatter(self, rows: Tensor, layout: WireFormat, own: Tensor) -> Tensor:
+        """Return the sum of this rank's slice, to which it adds its unrounded numbers `own`.
 
         Gloo's reduce-scatter sends as many bytes as an all-reduce, and every reduce-scatter sums in the dtype that it
         sends. On the host and for narrow dtypes, an all-to-all is used instead, and each rank sums its slice.
@@ -355,47 +333,41 @@ class Communicator:
         if layout.lossless and not on_host(rows):
             summed = torch.empty_like(rows[:1])
             self._run(lambda: _sum_rows(summed.view(layout.dtype), rows.view(layout.dtype), self.group))
-            counters, values = layout.read(summed)
-            return values[0], counters[0]
+            return layout.read(summed)[1][0]
         arrived = torch.empty_like(rows)
         self._run(lambda: dist.all_to_all_single(arrived, rows, group=self.group, async_op=True))
-        counters, values = layout.read(arrived)
-        values[self.rank], counters[self.rank] = local
-        return values.sum(0), counters.sum(0)
+        _, values = layout.read(arrived)
+        values[self.rank] = own
+        return values.sum(0)
 
     def _move_surplus(
         self,
-        source: Owned,
-        slices: tuple[Slices, Slices],
+        source: Tensor,
+        slices: Slices,
         layout: WireFormat,
         kind: str,
         ranks: Sequence[int],
         *,
         to_owners: bool,
-    ) -> list[Owned]:
+    ) -> list[Tensor]:
         """Send the surplus to its owners, or to the slices that it fills, and return the received numbers."""
-        if all(section.is_even for section in slices):
+        if slices.is_even:
             return []
-        rank, peers = ranks.index(self.rank), range(len(ranks))
-        filled = [[section.in_slice(peer, rank) for section in slices] for peer in peers]
-        owned = [[section.of_owner(rank, peer) for section in slices] for peer in peers]
+        place, peers = ranks.index(self.rank), range(len(ranks))
+        filled = [slices.in_slice(peer, place) for peer in peers]
+        owned = [slices.of_owner(place, peer) for peer in peers]
         outgoing, incoming = (filled, owned) if to_owners else (owned, filled)
         messages = []
-        for values, counters in outgoing:
-            part = layout.resized(values=_size(values), counters=_size(counters))
-            message = part.empty(1, source[0].device)
+        for run in outgoing:
+            part = replace(layout, narrow=run.stop - run.start)
+            message = part.empty(1, source.device)
             if part.size:
-                part.write(message, source[1][counters][None], [source[0][values][None]])
-            self._count(part, kind, 1)
+                part.write(message, source[run][None])
+            self.count({kind: part.payload})
             messages.append(message[0])
-        parts = [layout.resized(values=_size(values), counters=_size(counters)) for values, counters in incoming]
+        parts = [replace(layout, narrow=run.stop - run.start) for run in incoming]
         arrived = self.redistribute(messages, [part.size for part in parts], ranks=ranks)
-        found = [part.read(message[None]) for part, message in zip(parts, arrived, strict=True) if part.size]
-        return [(values[0], counters[0]) for counters, values in found]
-
-    def _count(self, layout: WireFormat, kind: str, copies: int) -> None:
-        counted = layout.wide * layout.dtype.itemsize
-        self.count({kind: layout.payload - counted, "counters": counted}, copies)
+        return [part.read(message[None])[1][0] for part, message in zip(parts, arrived, strict=True) if part.size]
 
     # --- Rows that all ranks gather, and rows that move to other ranks ------------------------------------------
 
@@ -439,17 +411,8 @@ class Communicator:
             posted.wait()
 
 
-def _layout(dtype: torch.dtype, wire: torch.dtype | None, *, values: int, counters: int) -> WireFormat:
-    return WireFormat(wide=counters, narrow=values, dtype=dtype, wire=narrower(wire, dtype))
-
-
-def _lengths(vectors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(len(vector) for vector in vectors)
-
-
-def _size(run: slice) -> int:
-    size: int = run.stop - run.start
-    return size
+def _layout(dtype: torch.dtype, wire: torch.dtype | None, length: int) -> WireFormat:
+    return WireFormat(wide=0, narrow=length, dtype=dtype, wire=narrower(wire, dtype))
 
 
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> Any:

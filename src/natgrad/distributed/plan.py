@@ -171,51 +171,42 @@ class Plan(Printed, Generic[Key]):
 
     def _sum_exchanges(self) -> list[Collective]:
         """Return the messages of sums, with the samples and rows of each layer."""
-        everywhere, layers = 0, 0
-        owned, counters = [0] * self.ranks, [0] * self.ranks
+        everywhere, layers, owned = 0, 0, [0] * self.ranks
         for key, layer in self.layers.items() if self.ranks > 1 else ():
             where = self.assignments[key].sums if layer.sums else "alone"
             if where == "all":
                 everywhere, layers = everywhere + layer.sums, layers + 1
             elif where == "worker":
-                owned[self.column_of(key)] += layer.sums
-                counters[self.column_of(key)] += 2
+                owned[self.column_of(key)] += layer.sums + 2
         ranks, found = range(self.ranks), []
         if layers:
             found += [Collective("factors", ranks, everywhere), Collective("counters", ranks, 2 * layers)]
-        for kind, sizes in (("factors", owned), ("counters", counters)) if any(owned) else ():
-            found.append(Collective(kind, ranks, tuple(sizes), reduces=True))
+        if any(owned):
+            found.append(Collective("factors", ranks, tuple(owned), reduces=True))
         return found
 
     def _result_exchanges(self) -> list[Collective]:
         """Return the messages of results, with the success of each block, within each column."""
-        sizes, flags = [0] * self.ranks, [0] * self.ranks
+        owned, q = [0] * self.ranks, self.columns
         for key, layer in self.layers.items():
             for part, owner in self.assignments[key].owners.items() if layer.rows is None else ():
-                sizes[owner] += layer.results.get(part, 0)
-                flags[owner] += layer.blocks
-        if self.columns == self.ranks or not any(flags):
+                owned[owner] += layer.results.get(part, 0) + layer.blocks
+        if q == self.ranks or not any(owned):
             return []
-        return [
-            Collective(kind, self.column(column), tuple(owned[column :: self.columns]))
-            for column in range(self.columns)
-            for kind, owned in (("inverses", sizes), ("counters", flags))
-        ]
+        return [Collective("inverses", self.column(column), tuple(owned[column::q])) for column in range(q)]
 
     def _step_exchanges(self) -> list[Collective]:
-        """Return the messages of preconditioned gradients, within each row."""
+        """Return the messages of preconditioned gradients, within each row.
+
+        Each has ⟨V, W⟩ of each block, and the level and the failures of each layer.
+        """
         if self.columns == 1 or any(layer.is_sharded for layer in self.layers.values()):
             return []
-        gradients, counters = [0] * self.columns, [0] * self.columns
+        owned = [0] * self.columns
         for key, layer in self.layers.items():
-            gradients[self.column_of(key)] += layer.gradients
-            # ⟨V, W⟩ of each block, and the level and the failures of the layer.
-            counters[self.column_of(key)] += layer.blocks + 2
-        return [
-            Collective(kind, self.row(start), tuple(owned))
-            for start in range(0, self.ranks, self.columns)
-            for kind, owned in (("gradients", gradients), ("counters", counters))
-        ]
+            owned[self.column_of(key)] += layer.gradients + layer.blocks + 2
+        rows = range(0, self.ranks, self.columns)
+        return [Collective("gradients", self.row(start), tuple(owned)) for start in rows]
 
     def held(self, rank: int) -> int:
         """Return the bytes of running averages and decompositions on `rank`, and of the rows of the last refresh."""

@@ -163,9 +163,7 @@ def _reduce_to_owners(parts: Iterable[_Rows], runtime: Communicator, weight: Ten
         scale = weight.to(parameter.device, at_least_float32(parameter.dtype))
         owned = [[part for part in bucket if part.owner == rank] for rank in range(runtime.ranks)]
         values = [_joined(some, scale) for some in owned]
-        nothing = [values[0].new_empty(0)] * runtime.ranks
-        summed, _ = runtime.reduce_to_owners(values, nothing, "gradients", parameter.dtype)
-        _write(owned[runtime.rank], summed)
+        _write(owned[runtime.rank], runtime.reduce_to_owners(values, "gradients", parameter.dtype))
 
 
 def _write(parts: Sequence[_Rows], summed: Tensor) -> None:

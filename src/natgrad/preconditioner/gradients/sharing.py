@@ -35,38 +35,38 @@ def share(
     holders, row = Holders(runtime), plan.row(runtime.rank)
     runtime.subgroup(row)
     for (device, dtype), bucket in buckets.items():
-        empty = torch.empty(0, dtype=dtype, device=device)
         workers = [entry for entry in bucket if entry.group.role.is_gradient_worker]
         sent = [_counters(entry, failure_counters) for entry in workers]
         if any(has_shards(entry.group) for entry in bucket):
-            _share_rows(bucket, torch.cat([empty, *sent]), row, runtime, holders, failure_counters)
+            counters = torch.cat([torch.empty(0, dtype=dtype, device=device), *sent])
+            _share_rows(bucket, counters, row, runtime, holders, failure_counters)
         else:
-            _share_whole(bucket, torch.cat([empty, *sent]), row, runtime, failure_counters)
+            _share_whole(bucket, sent, row, runtime, failure_counters)
         for entry, numbers in zip(workers, sent, strict=True):
             _receive_counters(entry, numbers, failure_counters)
 
 
 def _share_whole(
     bucket: Sequence[GroupGradients],
-    counters: Tensor,
+    counters: Sequence[Tensor],
     row: Sequence[int],
     runtime: Communicator,
     failure_counters: FailureCounters,
 ) -> None:
-    """Exchange whole gradients."""
+    """Exchange whole gradients, each followed by its counters."""
     entries = {rank: [entry for entry in bucket if entry.group.role.server == rank] for rank in row}
-    values = torch.cat([counters[:0], *(entry.V.reshape(-1) for entry in entries[runtime.rank])])
-    sizes = {rank: [_numel(entry) for entry in entries[rank]] for rank in row}
-    counts = {rank: [_counter_count(entry) for entry in entries[rank]] for rank in row}
-    totals = [(sum(sizes[rank]), sum(counts[rank])) for rank in row]
-    shared = runtime.share_from_owners((values, counters), totals, "gradients", ranks=row)
-    for rank, (vectors, numbers) in zip(row, shared, strict=True):
+    own = zip(entries[runtime.rank], counters, strict=True)
+    parts = [part for entry, numbers in own for part in (entry.V.reshape(-1), numbers)]
+    local = torch.cat([torch.empty(0, dtype=bucket[0].dtype, device=bucket[0].device), *parts])
+    sizes = {rank: [n for entry in entries[rank] for n in (_numel(entry), _counter_count(entry))] for rank in row}
+    shared = runtime.share_from_owners(local, [sum(sizes[rank]) for rank in row], "gradients", ranks=row)
+    for rank, vector in zip(row, shared, strict=True):
         if rank == runtime.rank:
             continue
-        pieces = zip(entries[rank], vectors.split(sizes[rank]), numbers.split(counts[rank]), strict=True)
-        for entry, V, received in pieces:
-            entry.V = V.view(entry.group.size, entry.group.outputs, entry.group.inputs)
-            _receive_counters(entry, received, failure_counters)
+        pieces = iter(vector.split(sizes[rank]))
+        for entry in entries[rank]:
+            entry.V = next(pieces).view(entry.group.size, entry.group.outputs, entry.group.inputs)
+            _receive_counters(entry, next(pieces), failure_counters)
 
 
 def _share_rows(

@@ -303,9 +303,7 @@ class _RowMessage:
         )
         message = self._layout.empty(1, group.device)
         # Non-finite numbers are not used, and must not spoil the scale of their neighbours.
-        self._layout.write(
-            message, torch.cat([*links, counters])[None], [rows.nan_to_num(0, 0, 0)[None] for rows in narrow]
-        )
+        self._layout.write(message, torch.cat(narrow).nan_to_num(0, 0, 0)[None], torch.cat([*links, counters])[None])
         counted = len(counters) * self._layout.dtype.itemsize
         self.message, self.kinds = message[0], {"rows": self._layout.payload - counted, "counters": counted}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from time import perf_counter
@@ -246,45 +246,37 @@ def task_runs(
 def _exchange(runs: Sequence[TaskRun], workers: Sequence[int], runtime: Communicator, wire: torch.dtype | None) -> None:
     """Send each owner's results, and whether each block succeeded, to all workers."""
     runtime.subgroup(workers)  # collective on all ranks, also if some columns have nothing to share yet
-    buckets: dict[tuple[torch.device, torch.dtype, torch.dtype], list[TaskRun]] = {}
+    buckets: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[TaskRun, TensorSpec | None]]] = {}
     for run in runs:
         dtype = run.group.work_dtype
         sent = narrower(narrower(wire, run.stored), dtype)
-        buckets.setdefault((run.group.device, dtype, sent), []).append(run)
+        for spec in run.task.writes:  # vectors are never rounded
+            key = run.group.device, dtype, sent if len(spec.shape) > 1 else dtype
+            buckets.setdefault(key, []).append((run, spec))
+    for run in runs:  # whether each block succeeded
+        buckets.setdefault((run.group.device, run.group.work_dtype, run.group.work_dtype), []).append((run, None))
     for (device, dtype, sent), bucket in buckets.items():
-        owned = [[run for run in bucket if run.owner == worker] for worker in workers]
-        # Vectors are never rounded: in a narrow bucket they are sent with the counters.
-        outputs = [[(run, spec) for run in own for spec in run.task.writes] for own in owned]
-        values = [[output for output in own if sent == dtype or len(output[1].shape) > 1] for own in outputs]
-        vectors = [[output for output in own if sent != dtype and len(output[1].shape) <= 1] for own in outputs]
-        counts = [sum(run.stop - run.start for run in own) for own in owned]
-        sizes = [
-            (_numel(value), _numel(vector) + count)
-            for value, vector, count in zip(values, vectors, counts, strict=True)
-        ]
-        place, empty = workers.index(runtime.rank), torch.empty(0, dtype=dtype, device=device)
-        flags = tensor_on(device, [flag for run in owned[place] for flag in run.success], dtype)
-        local = (
-            torch.cat([empty, *(run.read(spec) for run, spec in values[place])]),
-            torch.cat([*(run.read(spec) for run, spec in vectors[place]), flags]),
-        )
-        shared = runtime.share_from_owners(local, sizes, "inverses", ranks=workers, wire=sent)
+        owned = [[output for output in bucket if output[0].owner == worker] for worker in workers]
+        sizes = [[run.stop - run.start if spec is None else run.numel(spec) for run, spec in own] for own in owned]
+        place = workers.index(runtime.rank)
+        flags = [flag for run, spec in owned[place] if spec is None for flag in run.success]
+        parts = [run.read(spec) for run, spec in owned[place] if spec is not None]
+        local = torch.cat([*parts, tensor_on(device, flags, dtype)])
+        shared = runtime.share_from_owners(local, [sum(own) for own in sizes], "inverses", ranks=workers, wire=sent)
         for index, numbers in enumerate(shared):
             if index == place and sent == dtype:
                 continue  # they have not changed
-            _write(values[index], numbers[0])
-            _write(vectors[index], numbers[1])
-            success = iter(numbers[1][_numel(vectors[index]) :].tolist())
-            for run in owned[index]:
-                run.success = [next(success) for _ in range(run.start, run.stop)]
+            pieces = list(zip(owned[index], numbers.split(sizes[index]), strict=True))
+            _write(pieces)
+            received = [(run, values) for (run, spec), values in pieces if spec is None]
+            if received:
+                success = iter(torch.cat([values for _, values in received]).tolist())
+                for run, values in received:
+                    run.success = [next(success) for _ in range(len(values))]
 
 
-def _numel(outputs: Sequence[tuple[TaskRun, TensorSpec]]) -> int:
-    return sum(run.numel(spec) for run, spec in outputs)
-
-
-def _write(outputs: Sequence[tuple[TaskRun, TensorSpec]], numbers: Tensor) -> None:
+def _write(pieces: Iterable[tuple[tuple[TaskRun, TensorSpec | None], Tensor]]) -> None:
     """Store received tensors."""
-    sizes = [run.numel(spec) for run, spec in outputs]
-    for (run, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):
-        run.write(spec, values)
+    for (run, spec), values in pieces:
+        if spec is not None:
+            run.write(spec, values)
