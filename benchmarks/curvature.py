@@ -44,7 +44,6 @@ from benchmarks.common import (
     save,
     timer,
 )
-from benchmarks.curvature_limit import LIMITS, Layer, layers
 from benchmarks.shapes import NETWORKS, Layers
 from natgrad.curvature import Curvature
 
@@ -62,8 +61,6 @@ METHODS: dict[str, Callable[[], Curvature]] = {
     "HyLo, KIS": lambda: natgrad.HyLo(rank=CHOSEN * _ranks(), method="kis"),
     "RankOne": natgrad.RankOne,
 }
-# What the project wants of a refresh, as KFAC's over it, and of what is kept, as a share of KFAC's.
-WANTED = {("resnet50", "HyLo, KID"): (20.0, 0.5), ("resnet50", "HyLo, KIS"): (100.0, 0.5)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +72,6 @@ class Figures:
         refresh_ms: Milliseconds of a refresh.
         step_ms: Those of a step without one.
         reference_over: KFAC's refresh over this one.
-        over_limit: The refresh over its bare calls; None where it needs none.
         kept_mib: What stays between steps.
         kept_share: Over what KFAC keeps.
         sent_mib: What all ranks send for a refresh.
@@ -86,7 +82,6 @@ class Figures:
     refresh_ms: float
     step_ms: float
     reference_over: float
-    over_limit: float | None
     kept_mib: float
     kept_share: float
     sent_mib: float
@@ -146,20 +141,16 @@ def tensor_bytes(device: torch.device) -> int:
 
 
 def measure(network: str, rounds: int, clock: Clock, device: torch.device, chosen: tuple[str, ...]) -> list[Figures]:
-    """Time methods and their limits, and compare them with the first; to be called on every rank of a group, if any."""
+    """Time methods, and compare them with the first; to be called on every rank of a group, if any."""
     trainers = {}
     for name in chosen:
         trainers[name] = Trainer(network, METHODS[name](), clock, device)
         trainers[name].settle()
     subjects: dict[str, Subject] = {name: trainer.cycle for name, trainer in trainers.items()}
-    bare = layers(network, SAMPLES, CHOSEN, device)
-    for name in chosen:
-        if name in LIMITS and _ranks() == 1:
-            subjects[f"limit {name}"] = partial(_timed, LIMITS[name], bare, timer(clock, device))
     times = interleave(subjects, rounds=rounds, title=network, warm=True)
     reference, rows = _refresh(times, chosen[0]), []
     for name, trainer in trainers.items():
-        refresh, limit = _refresh(times, name), times.get(f"limit {name}/bare")
+        refresh = _refresh(times, name)
         sent = torch.tensor(trainer.sent)
         if dist.is_initialized():
             dist.all_reduce(sent)
@@ -169,7 +160,6 @@ def measure(network: str, rounds: int, clock: Clock, device: torch.device, chose
                 refresh_ms=1e3 * median(refresh),
                 step_ms=1e3 * median(times[f"{name}/plain step"]),
                 reference_over=median(reference / refresh),
-                over_limit=None if limit is None else median(refresh / limit),
                 kept_mib=trainer.kept / 2**20,
                 kept_share=trainer.kept / trainers[chosen[0]].kept,
                 sent_mib=float(sent) / 2**20,
@@ -195,13 +185,6 @@ def _refresh(times: Mapping[str, Seconds], name: str) -> Seconds:
     return seconds
 
 
-def _timed(run: Callable[[Layer], None], bare: list[Layer], clock: Callable[[], float]) -> dict[str, float]:
-    began = clock()
-    for layer in bare:
-        run(layer)
-    return {"bare": clock() - began}
-
-
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -209,16 +192,15 @@ def _ranks() -> int:
 def show(network: str, ranks: int, rows: list[Figures]) -> Table:
     """Return a network's table."""
     table = Table(
-        *("method", "refresh ms", "KFAC's over it", "over its limit", "step ms", "kept MiB", "over KFAC's"),
+        *("method", "refresh ms", "KFAC's over it", "step ms", "kept MiB", "over KFAC's"),
         *(("sent MiB",) if ranks > 1 else ()),
         title=f"{network}: {SAMPLES} samples a rank, {ranks} rank(s)",
     )
     for row in rows:
-        limit = "" if row.over_limit is None else f"{row.over_limit:.2f}"
-        least, most = WANTED.get((network, row.method), (None, None))
-        over = f"{row.reference_over:.1f}" + ("" if least is None else f" (≥ {least:g})")
-        share = f"{row.kept_share:.2f}" + ("" if most is None else f" (≤ {most:g})")
-        cells = [row.method, f"{row.refresh_ms:.1f}", over, limit, f"{row.step_ms:.1f}", f"{row.kept_mib:.1f}", share]
+        cells = [
+            *(row.method, f"{row.refresh_ms:.1f}", f"{row.reference_over:.1f}", f"{row.step_ms:.1f}"),
+            *(f"{row.kept_mib:.1f}", f"{row.kept_share:.2f}"),
+        ]
         table.add_row(*cells, *([f"{row.sent_mib:.1f}"] if ranks > 1 else []))
     return table
 

@@ -6,7 +6,7 @@ The ranks are two nodes of `two_nodes.sh` (Linux, root). All contenders live in 
 each with a model of its own, and run a lap of 8 steps in turn, round by round; ratios are taken within a round, then
 their median. A lap begins and ends with nothing under way, so that no contender pays for another's messages.
 
-Columns. *Exposed*: the step less that of the same work without messages. *On the wire*: counters of all interfaces of
+*On the wire* are counters of all interfaces of
 both nodes, headers and messages inside nodes included. K-FAC renews its factors once a lap; its decompositions, which
 send nothing between nodes, are left out here: `benchmarks.daso_training` has them.
 """
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Annotated, Any
 
 import torch
@@ -41,7 +41,7 @@ from benchmarks.placement_cycle import merge, wire_bytes
 
 LAP = 8
 SIZES = (784, 1536, 1536, 1024, 256)
-ALONE, DDP = "alone", "DDP"
+DDP = "DDP"
 
 
 def perceptron() -> nn.Module:
@@ -91,12 +91,12 @@ class Contender:
     def lap(self) -> dict[str, float]:
         """Take the steps of a lap, begun by all ranks at once; return what a step took."""
         dist.barrier()
-        before = perf_counter(), process_time(), wire_bytes()
+        before = perf_counter(), wire_bytes()
         for _ in range(LAP):
             self.step()
-        after = perf_counter(), process_time(), wire_bytes()
-        seconds, cpu, wire = ((now - then) / LAP for now, then in zip(after, before, strict=True))
-        return {"step/seconds": seconds, "step/cpu": cpu, "step/wire": wire}
+        after = perf_counter(), wire_bytes()
+        seconds, wire = ((now - then) / LAP for now, then in zip(after, before, strict=True))
+        return {"step/seconds": seconds, "step/wire": wire}
 
 
 def everywhere(hook: Callable[..., Any] | None = None) -> Contender:
@@ -130,7 +130,6 @@ def contenders(mesh: DeviceMesh) -> dict[str, Contender]:
     """Return all contenders, the same in each process."""
     daso = partial(averaged, mesh, merge="paper", warmup_epochs=0, cooldown_epochs=0)
     return {
-        ALONE: Contender(),
         DDP: everywhere(),
         "DDP, fp16 hook": everywhere(fp16_compress_hook),
         "DASO(4, 1)": daso(batches_between=4, batches_to_wait=1, lead=1),
@@ -141,12 +140,6 @@ def contenders(mesh: DeviceMesh) -> dict[str, Contender]:
     }
 
 
-# How many times as fast as DDP the project wants a step to be, at this rate with one rank a node.
-WANTED_RATE = "200mbit"
-WANTED = {"DDP, fp16 hook": 1.46 / 0.78, "DASO(4, 1)": 1.46 / 0.39}
-WANTED |= {"DASO(8, 4)": 1.46 / 0.25, "DASO(4, 1), bf16": 1.46 / 0.39, "DASO(8, 4), bf16": 1.46 / 0.25}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A contender: medians of a step (None: not measured here).
@@ -155,37 +148,28 @@ class Row:
         name: Of the contender.
         seconds: Of the slowest rank.
         faster: How many times as fast as DDP.
-        wanted: At least so many times.
-        exposed: Seconds more than the same work without messages.
         wire_mb: What the interfaces of both nodes send.
-        cpu: Processor seconds of a rank.
     """
 
     name: str
     seconds: float | None
     faster: float | None
-    wanted: float | None
-    exposed: float | None
     wire_mb: float
-    cpu: float
 
 
-def rows(times: dict[str, Seconds], *, timed: bool, wanted: bool) -> list[Row]:
+def rows(times: dict[str, Seconds], *, timed: bool) -> list[Row]:
     """Return a row for each contender from the merged laps of all ranks."""
     names = dict.fromkeys(key.split("/")[0] for key in times)
-    ddp, alone = (times[f"{name}/step/seconds"] for name in (DDP, ALONE))
+    ddp = times[f"{DDP}/step/seconds"]
     found = []
     for name in names:
-        seconds, cpu, wire = (times[f"{name}/step/{quantity}"] for quantity in ("seconds", "cpu", "wire"))
+        seconds, wire = (times[f"{name}/step/{quantity}"] for quantity in ("seconds", "wire"))
         found.append(
             Row(
                 name=name,
                 seconds=median(seconds) if timed else None,
                 faster=median(ddp / seconds) if timed else None,
-                wanted=WANTED.get(name) if timed and wanted else None,
-                exposed=median(seconds - alone) if timed else None,
                 wire_mb=median(wire) / 1e6,
-                cpu=median(cpu),
             )
         )
     return found
@@ -203,11 +187,9 @@ def measure(rounds: int, per_node: int) -> dict[str, Seconds]:
 
 def table(found: list[Row], title: str) -> Table:
     """Return the table of all rows."""
-    columns = ("contender", "step s", "times as fast\nas DDP", "wanted", "exposed s", "on the wire\nMB a step", "CPU s")
-    shown = Table(*columns, title=title)
+    shown = Table("contender", "step s", "times as fast\nas DDP", "on the wire\nMB a step", title=title)
     for row in found:
-        numbers = (row.seconds, row.faster, row.wanted, row.exposed, row.wire_mb, row.cpu)
-        styles = (".3f", ".2f", ".2f", ".3f", ".2f", ".3f")
+        numbers, styles = (row.seconds, row.faster, row.wire_mb), (".3f", ".2f", ".2f")
         shown.add_row(
             row.name, *("–" if n is None else format(n, style) for n, style in zip(numbers, styles, strict=True))
         )
@@ -227,7 +209,7 @@ def main(
     options = f"--rounds {rounds} --per-node {per_node}".split()
     times = on_two_nodes("benchmarks.daso", options, rate=rate, per_node=per_node)
     timed = 2 * per_node <= (os.cpu_count() or 1)  # otherwise time measures how the ranks share the cores
-    found = rows(times, timed=timed, wanted=rate == WANTED_RATE and per_node == 1)
+    found = rows(times, timed=timed)
     title = f"{WORKLOAD.title}, 2 nodes of {per_node}, {rate}"
     Console(width=120).print(table(found, title))
     settings = {"title": title, "rate": rate, "per_node": per_node, "rounds": rounds, "lap": LAP}

@@ -15,8 +15,7 @@ alone, was reached in 1.5 epochs of 16 384: a handful of steps at large batches,
 
 The search is the same for all: at each batch and length at most four learning rates by seed 0, by twos from what was
 best at the batch before, in the direction that is better. What is reported are other seeds. Methods that are run
-replace themselves in the result and leave the others there. Where a curve bends is its critical batch size, at which a
-fit of all its points has twice the epochs of its level part.
+replace themselves in the result and leave the others there.
 
 LARS and LAMB are those of the package pytorch-optimizer (`pip install natgrad[benchmarks]`).
 """
@@ -26,17 +25,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import log
 from statistics import mean
 from typing import Annotated, Any
-from warnings import catch_warnings
 
-import numpy as np
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from scipy.optimize import OptimizeWarning, curve_fit
 
 from benchmarks.common import RESULTS, conditions, save
 from benchmarks.large_batch_training import OWN, POWER, TEST, TRAIN, WARM_UP, Run, train
@@ -44,8 +39,6 @@ from benchmarks.large_batch_training import OWN, POWER, TEST, TRAIN, WARM_UP, Ru
 TARGET = 0.75
 FIRST, SHORTEST, LONGEST = 1.0, 0.5, 32.0  # epochs of a training: where the smallest batch begins, and the bounds
 TRIALS = 4  # learning rates a search
-FLAT = 1.25  # a curve is flat up to the last batch before its epochs exceed those of the smallest this many times
-WANTED_BEND, WANTED_SHARE = 4.0, 0.5  # where the recipe's curve bends over SGD's; its epochs over SGD's at the end
 SEARCH_SEED = 0
 FINE, COARSE = (128, 256, 512, 1024, 2048, 4096, 8192), (128, 1024, 8192)
 BATCHES = {"sgd": FINE, "lars": COARSE, "lamb": COARSE, OWN: FINE}  # each method's
@@ -150,34 +143,6 @@ def curve(method: str, batches: Sequence[int], seeds: int, tell: Callable[[Run],
         length = next((each for each, reached in found if reached >= TARGET), LONGEST)
 
 
-def flat_to(points: Sequence[Point]) -> int | None:
-    """Return the last batch up to which a curve is flat; None: the target is not even reached at the smallest."""
-    smallest, last = points[0].epochs, None
-    for point in points:
-        if smallest is None or point.epochs is None or point.epochs > FLAT * smallest:
-            break
-        last = point.batch
-    return last
-
-
-def bend(points: Sequence[Point]) -> float | None:
-    """Return the critical batch size B_c of a curve, at which its epochs have doubled.
-
-    It is fitted to ``epochs = E (1 + B / B_c)`` by least squares of the logarithms. None: fewer than 3 points are
-    known, or they do not bend between the first and the last.
-
-    Source: McCandlish et al. 2018, "An empirical model of large-batch training", equation 2.11.
-    """
-    known = [(point.batch, log(point.epochs)) for point in points if point.epochs is not None]
-    if len(known) < 3:
-        return None
-    batches, epochs = np.array(known).T
-    with catch_warnings(action="ignore", category=OptimizeWarning):  # where nothing bends
-        fitted, _ = curve_fit(lambda b, least, bent: least + np.log1p(b / np.exp(bent)), batches, epochs, p0=(0.0, 6.0))
-    found = float(np.exp(fitted[1]))
-    return found if batches[0] <= found <= batches[-1] else None
-
-
 def setting(seeds: int) -> dict[str, Any]:
     return {
         "target": TARGET,
@@ -188,7 +153,6 @@ def setting(seeds: int) -> dict[str, Any]:
         "seeds": seeds,
         "warm_up": WARM_UP,
         "power": POWER,
-        "flat": FLAT,
     }
 
 
@@ -221,23 +185,6 @@ def by_method(points: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
     return {each.method: [point for point in everything if point.method == each.method] for each in everything}
 
 
-def wish(curves: dict[str, list[Point]]) -> list[str]:
-    """Say what was wanted and what there is, of the recipe's curve beside SGD's."""
-    if not {"sgd", OWN} <= set(curves):
-        return []
-    bends, bends_own = bend(curves["sgd"]), bend(curves[OWN])
-    lines = []
-    if bends is not None and bends_own is not None:
-        where = f"bends at {bends_own:.0f} where SGD does at {bends:.0f}"
-        lines.append(f"{OWN}: {where}: {bends_own / bends:.1f} x; wanted >= {WANTED_BEND:g}")
-    largest = min(curves["sgd"][-1].batch, curves[OWN][-1].batch)
-    own, sgd = (next(each.epochs for each in curves[name] if each.batch == largest) for name in (OWN, "sgd"))
-    if own is not None:
-        share = f"{own / sgd:.2f}" if sgd is not None else f"< {own / LONGEST:.2f}"
-        lines.append(f"{OWN}: {share} of SGD's epochs at {largest}; wanted <= {WANTED_SHARE:g}")
-    return lines
-
-
 def main(
     seeds: Annotated[int, typer.Option(help="Runs whose mean accuracy counts.")] = 3,
     methods: Annotated[str, typer.Option(help="Methods; empty: show what is known.")] = ",".join(BATCHES),
@@ -261,13 +208,11 @@ def main(
             points.append(point)
             curves = renew(name, seeds, method, runs, points)
     columns = sorted({point.batch for points in curves.values() for point in points})
-    table = Table("epochs", *map(str, columns), "flat to", "bends at", title=f"epochs to end at {TARGET:.0%} accuracy")
+    table = Table("epochs", *map(str, columns), title=f"epochs to end at {TARGET:.0%} accuracy")
     for method, points in curves.items():
         needs = {point.batch: "never" if point.epochs is None else f"{point.epochs:.2g}" for point in points}
-        bent = bend(points)
-        ends = str(flat_to(points) or ""), "" if bent is None else f"{bent:.0f}"
-        table.add_row(method, *(needs.get(batch, "") for batch in columns), *ends)
-    console.print(table, *wish(curves), sep="\n")
+        table.add_row(method, *(needs.get(batch, "") for batch in columns))
+    console.print(table)
 
 
 if __name__ == "__main__":

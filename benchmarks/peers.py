@@ -21,7 +21,6 @@ from benchmarks.common import CPU, Clock, installed, timer
 from benchmarks.models import Workload
 
 PHASES = ("inverses", "factors", "plain")
-PARTS = {"capture": "factors", "renew": "decomposition", "solve": "preconditioning", "reduce": "messages"}
 LEARNING_RATE, DAMPING, KL_CLIP, FACTOR_DECAY = 0.01, 3e-3, 1e-3, 0.95
 NEVER = 10**9
 Form = Literal["eigen", "iterative", "inverse"]
@@ -59,7 +58,6 @@ class Trainer:
         *,
         device: torch.device = CPU,
         micro_batches: int = 1,
-        alone: bool = False,
     ) -> None:
         """Build the workload's model and SGD with momentum for it.
 
@@ -68,11 +66,10 @@ class Trainer:
             clock: Times the steps.
             device: Where it trains; weights and batch are drawn on the CPU, the same everywhere.
             micro_batches: How often a step runs forward and backward, each time on the whole batch.
-            alone: Whether to send nothing though there are other ranks: no `DistributedDataParallel`.
         """
         self.workload, self.clock, self.micro_batches = workload, timer(clock, device), micro_batches
         self.device, self.model = device, workload.model().to(device)
-        if dist.is_initialized() and not alone:
+        if dist.is_initialized():
             self.model = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9)
         self.inputs, self.labels = (each.to(device) for each in workload.data())
@@ -88,21 +85,13 @@ class Trainer:
         self.optimizer.step()
 
     def cycle(self) -> dict[str, float]:
-        """Run one cycle; return the seconds of each phase and, for natgrad, those of its parts, "phase/part"."""
+        """Run one cycle; return the seconds of each phase."""
         laps = {}
         for phase in PHASES:
-            before, start = self.parts(), self.clock()
+            start = self.clock()
             self.step()
             laps[phase] = self.clock() - start
-            laps |= {f"{phase}/{part}": seconds - before[part] for part, seconds in self.parts().items()}
         return laps
-
-    def parts(self) -> dict[str, float]:
-        """Return the host's seconds that natgrad says it has spent in each of its parts; nothing for others."""
-        if not isinstance(self.preconditioner, natgrad.Preconditioner):
-            return {}
-        metrics = self.preconditioner.metrics()
-        return {part: float(metrics[f"seconds/{part}"]) for part in PARTS}
 
 
 Method = Callable[[Trainer], Preconditioner]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 
 import numpy as np
 import torch.distributed as dist
@@ -26,11 +26,9 @@ SPANS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 STEPS = {span: len(kinds) for span, kinds in SPANS}
 KINDS = tuple(kind for _, kinds in SPANS for kind in kinds)
-# How the figures of the ranks become one: all wait for the slowest, and each has its own processor and messages.
+# How the figures of the ranks become one: all wait for the slowest, and each sends its own messages.
 MERGE: dict[str, Callable[[Seconds], Seconds]] = {
     "seconds": lambda ranks: np.max(ranks, axis=0),
-    "cpu": lambda ranks: np.mean(ranks, axis=0),
-    "exposed": lambda ranks: np.mean(ranks, axis=0),
     "sent": lambda ranks: np.sum(ranks, axis=0),
     "wire": lambda ranks: np.sum(ranks, axis=0),
 }
@@ -92,8 +90,8 @@ def quantities(trainer: Trainer) -> dict[str, float]:
     own = trainer.preconditioner
     told = {}
     if isinstance(own, natgrad.Preconditioner):
-        told = {"exposed": trainer.parts()["reduce"], "sent": float(sum(own.traffic().values()))}
-    return {**told, "wire": wire_bytes(), "cpu": process_time(), "seconds": perf_counter()}
+        told = {"sent": float(sum(own.traffic().values()))}
+    return {**told, "wire": wire_bytes(), "seconds": perf_counter()}
 
 
 def wire_bytes() -> float:
