@@ -1,4 +1,4 @@
-"""What the documents print runs, and what they name exists."""
+"""The code in the documents runs, and the names, flags and links in them exist."""
 
 import re
 import shlex
@@ -11,16 +11,18 @@ import pytest
 import torch
 import typer
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import natgrad
+from natgrad import recipes
 from natgrad.cli import app
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"]
-TEXTS = {page.stem: page.read_text() for page in PAGES}
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*.md"))]
+TEXTS = {page.stem: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
 SNIPPETS = [
     pytest.param(code, id=f"{name}-{index}")
-    for name in ("curvatures", "damping", "extending", "refresh", "trouble")
+    for name in ("curvatures", "damping", "extending", "recipes", "refresh", "trouble")
     for index, code in enumerate(re.findall(r"```python\n(.*?)```", TEXTS[name], re.DOTALL))
 ]
 NAMES = sorted(set(re.findall(r"\bnatgrad((?:\.[A-Za-z_]+)+)\(", "\n".join(TEXTS.values()))))
@@ -32,6 +34,7 @@ def setting():
     features = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh())
     model = nn.Sequential(OrderedDict(features=features, middle=nn.Linear(5, 5), head=nn.Linear(5, 3)))
     return {
+        "torch": torch,
         "natgrad": natgrad,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
@@ -52,24 +55,37 @@ def steps(names):
 def test_snippet(code):
     names = setting()
     before = [parameter.clone() for parameter in names["model"].parameters()]
+    trains = re.search(r"(optimizer|both|scaler)\.step\(", code)
     with warnings.catch_warnings():
         warnings.simplefilter("error", natgrad.NatgradWarning)
-        # How long so small a model takes is nobody's matter.
-        warnings.filterwarnings("ignore", "natgrad: solves alone", natgrad.NatgradWarning)
         if "preconditioner =" not in code:
             names["preconditioner"] = natgrad.Preconditioner(names["model"], optimizer=names["optimizer"])
             steps(names)
         exec(compile(code, "snippet", "exec"), names)
-        if "model =" in code:
+        if "model =" in code and not trains:
             before = [parameter.clone() for parameter in names["model"].parameters()]
         if "preconditioner =" not in code and "refresh" in names:
             names["preconditioner"] = natgrad.Preconditioner(
                 names["model"], optimizer=names["optimizer"], refresh=names["refresh"]
             )
-        if "optimizer.step()" not in code:
+        if not trains:
             steps(names)
-    pairs = zip(before, names["model"].parameters(), strict=True)
-    assert all(not old.equal(new) for old, new in pairs)
+    after = list(names["model"].parameters())
+    assert len(before) != len(after) or all(not old.equal(new) for old, new in zip(before, after, strict=True))
+
+
+def test_the_loop_with_large_batches_learns():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    images = torch.randn(320, 1, 6, 6)
+    classes = images.mean((1, 2, 3)).mul(9).round().clamp(-1, 1).long() + 1
+    names = {"torch": torch, "model": model, "train_set": TensorDataset(images, classes)}
+    names["criterion"] = nn.CrossEntropyLoss()
+    before = names["criterion"](model(images), classes).item()
+    (code,) = re.findall(r"```python\n(.*?)```", TEXTS["large_batch"], re.DOTALL)
+    exec(compile(code, "loop", "exec"), names)
+    assert names["criterion"](model(images), classes).item() < before
+    assert all(hasattr(recipes, name) for name in re.findall(r"^\| `(\w+)\(", TEXTS["large_batch"], re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,3 +103,18 @@ def test_flags_of_command_lines_are_known(line):
     known = typer.main.get_command(app).commands[command]
     options = {option for parameter in known.params for option in parameter.opts}
     assert {word for word in words if word.startswith("--")} <= options
+
+
+def anchors(page):
+    titles = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.stem)
+def test_links_lead_to_files_and_titles(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not link.startswith("http"):
+            path, _, title = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not title or title in anchors(target), link
