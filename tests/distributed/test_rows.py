@@ -214,13 +214,13 @@ def test_traffic_is_that_of_the_papers_formula(ranks, placement, method, count):
     rows = sum(n * (P - 1) * r * (o + i) for n, o, i in sizes) + (
         blocks * (P - 1) * r * r // P if method == "kid" else 0
     )
+    rows += blocks * (P - 1) * P  # whether each rank's rows of a block are fine
     assert sent.get("rows", 0) == 2 * 8 * rows * workers // P
     inverses = 2 * 8 * blocks * (workers - 1) * (r * r + 1)  # and whether each is fine
     assert inverses <= sent["inverses"] <= 1.6 * inverses  # the surplus of some owners travels twice
     assert sent["factors"] == 0
     assert (sent["gradients"] == 0) == (workers == P)
-    # Of each layer rows and samples to all others; of each block whether its rows are fine.
-    counters = P * (P - 1) * 2 * len(sizes) + workers * (P - 1) * blocks
+    counters = P * (P - 1) * 2 * len(sizes)  # of each layer rows and samples to all others
     assert 2 * 8 * counters <= sent["counters"]
     assert workers < P or sent["counters"] <= 2 * 8 * (counters + P * P)
 
@@ -232,8 +232,8 @@ def test_narrow_wires(ranks, wire, tolerance):
         dense.assert_equal(found, wanted(), tolerance)
         assert all(torch.equal(found[name], results[0][0][name]) for name in found)
         elements = 6 * (2 * (2 + 4) + (5 + 13) + (3 + 6))
-        scale = 4 if wire == torch.float16 else 0
-        assert traffic["rows"] == elements * wire.itemsize + scale
+        expected = elements * wire.itemsize + (4 if wire == torch.float16 else 0) + 4 * 8  # a number for each block
+        assert 0 <= traffic["rows"] - expected < 8  # padding
 
 
 # --- State ----------------------------------------------------------------------------------------------------------

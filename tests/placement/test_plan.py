@@ -293,7 +293,7 @@ def test_tables_under_dp_travel_as_in_reduce_scatter():
     works = {"table": kfac(20, 4, alone=False), "head": kfac(3, 4)}
     plan = make_plan(resolve("dp"), works, 4)
     assert [assignment.sums for assignment in plan.assignments.values()] == ["worker", "alone"]
-    assert plan.traffic()["factors"] == {"factors": shared(works["table"].sums + 2), "counters": 0}
+    assert plan.traffic()["factors"] == {"factors": shared(works["table"].sums + 2)}
 
 
 @pure

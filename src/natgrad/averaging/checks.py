@@ -139,7 +139,7 @@ class FiniteCheck:
         largest = torch.stack([torch.zeros((), device=device), *(norm.to(device) for norm in norms)])
         infinite = (~largest.isfinite()).sum(0, keepdim=True, dtype=torch.float32)
         if self._inside is not None:
-            self._inside.sum_(infinite, {"counters": 1})
+            self._inside.sum_(infinite, "counters")
         flag = infinite[0] == 0
         if flag.is_cuda:
             self.finish()

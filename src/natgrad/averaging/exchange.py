@@ -176,8 +176,7 @@ class Exchange:
         shares = [share for share in map(self._share, chunks) if len(share)]
         between = self.grid.between
         pending.works = [
-            between.post_sum(share, {self._kind: len(share)}, wire, between.group, finishes_alone=not blocking)
-            for share in shares
+            between.post_sum(share, self._kind, wire, between.group, finishes_alone=not blocking) for share in shares
         ]
         if not self._per_rank:
             pending.gather = lambda: self._gather(chunks)
@@ -193,7 +192,7 @@ class Exchange:
         inside = self.grid.inside
         packing = Packing(tensors)
         messages = packing.pack(tensors)
-        for work in [inside.post_sum(c, {self._kind: len(c)}, None, inside.group) for c in self._chunks(messages)]:
+        for work in [inside.post_sum(c, self._kind, None, inside.group) for c in self._chunks(messages)]:
             work.wait()
         packing.unpack(messages, tensors)
 
@@ -202,11 +201,11 @@ class Exchange:
         between, inside = self.grid.between, self.grid.inside
         packing = Packing(tensors)
         messages = packing.pack(tensors)
-        owned = [(0, chunk, {self._kind: len(chunk)}) for chunk in self._chunks(messages)]
+        owned = [(0, chunk) for chunk in self._chunks(messages)]
         if self._per_rank or self.grid.local == 0:
-            between.broadcast_(owned)
+            between.broadcast_(owned, self._kind)
         if not self._per_rank:
-            inside.broadcast_(owned)
+            inside.broadcast_(owned, self._kind)
         packing.unpack(messages, tensors)
 
     def average_gradients_(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -246,4 +245,4 @@ class Exchange:
     def _gather(self, chunks: Sequence[Tensor]) -> None:
         """Gather the shares of all messages in the node, by broadcasts, since shares may differ in size."""
         shares = [pair for chunk in chunks for pair in enumerate(chunk.tensor_split(self.grid.smallest))]
-        self.grid.inside.broadcast_((owner, share, {self._kind: len(share)}) for owner, share in shares if len(share))
+        self.grid.inside.broadcast_([(owner, share) for owner, share in shares if len(share)], self._kind)

@@ -102,7 +102,7 @@ class GradientAudit:
             shown += self._sums[:, :size]
         shown /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(shown)
         if runtime.ranks > 1 and not self._reduces:
-            runtime.sum_(shown.view(-1), {"audit": shown.numel()})
+            runtime.sum_(shown.view(-1), "audit")
             shown /= runtime.ranks
         gradient, held = self._gradient(shown[0])
         held = held * (shown[1] > 0)  # a layer that was used without its forward was not captured

@@ -119,7 +119,7 @@ class Bucket:
         """Drop the buffer."""
         self.buffer: Tensor | None = None
         self.views: dict[str, dict[str, Tensor]] = {}
-        self._work: Work | None = None
+        self._works: list[Work] = []
 
     def allocate(self) -> Tensor:
         """Return the buffer; a new one is uninitialized."""
@@ -144,10 +144,13 @@ class Bucket:
                 offset = end
             yield sums
 
-    def values_and_counters(self) -> tuple[Tensor, Tensor]:
-        """Return views of the statistics and of the counters, as vectors."""
-        sums, counters = self.allocate().split([self.numel - self._counters, self._counters])
-        return sums, counters
+    def messages(self, wire: torch.dtype | None) -> list[tuple[Tensor, torch.dtype | None]]:
+        """Return the parts of the buffer that are sent apart, with the dtype of each: counters are never rounded."""
+        buffer = self.allocate()
+        if narrower(wire, buffer.dtype) == buffer.dtype:
+            return [(buffer, None)]
+        sums, counters = buffer.split([self.numel - self._counters, self._counters])
+        return [(sums, wire), (counters, None)]
 
     def close(self, counts: Mapping[str, SampleCount], shares: Shares, gain: float | Tensor) -> None:
         """Complete the buffer for sending, as `StatisticsBuffer.close`."""
@@ -182,23 +185,22 @@ class Bucket:
 
     def post(self, runtime: Communicator, wire: torch.dtype | None, group: ProcessGroup | None) -> None:
         """Start to sum the closed bucket over all ranks, in the queue of a process group."""
-        kinds = {"factors": self.numel - self._counters, "counters": self._counters}
-        self._work = runtime.post_sum(self.allocate(), kinds, wire, group)
+        self._works = [runtime.post_sum(part, "factors", sent, group) for part, sent in self.messages(wire)]
 
     @property
     def completes_locally(self) -> bool:
         """Whether `wait` completes without further messages of this rank."""
-        return self._work is None or self._work.whole
+        return all(work.whole for work in self._works)
 
     def wait(self) -> None:
         """Wait for the sums of all ranks, if they are in progress."""
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            work.wait()
 
     def drop(self) -> None:
         """Wait until the buffer may be freed, without completing the sum; collective."""
-        if self._work is not None:
-            self._work.drop()
+        for work in self._works:
+            work.drop()
 
     def split_off(self) -> Bucket:
         """Move the buffer to a new bucket, and return that."""
@@ -365,20 +367,14 @@ class StatisticsBuffer:
             self._reduce_to_workers(buckets, runtime, wire)
 
     def _reduce_to_workers(self, buckets: list[Bucket], runtime: Communicator, wire: torch.dtype | None) -> None:
-        """Sum buckets of one dtype and device on the one worker of each.
-
-        Counters are never rounded: beside values in a narrow dtype they have a separate message.
-        """
+        """Sum buckets of one dtype and device on the one worker of each."""
         nothing = buckets[0].allocate()[:0]
-        rounds = narrower(wire, nothing.dtype) != nothing.dtype
-        parts = {
-            bucket.role.server: bucket.values_and_counters() if rounds else (bucket.allocate(),) for bucket in buckets
-        }
-        for index, sent in enumerate((wire, None) if rounds else (None,)):
-            vectors = [parts[rank][index] if rank in parts else nothing for rank in range(runtime.ranks)]
+        parts = {bucket.role.server: bucket.messages(wire) for bucket in buckets}
+        for index, (_, sent) in enumerate(buckets[0].messages(wire)):
+            vectors = [parts[rank][index][0] if rank in parts else nothing for rank in range(runtime.ranks)]
             summed = runtime.reduce_to_owners(vectors, "factors", sent)
             if runtime.rank in parts:
-                parts[runtime.rank][index].copy_(summed)
+                parts[runtime.rank][index][0].copy_(summed)
 
     def post(self, runtime: Communicator, wire: torch.dtype | None) -> None:
         """Start `reduce` in a separate queue, which requires that all ranks receive all sums."""

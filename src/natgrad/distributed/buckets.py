@@ -127,7 +127,7 @@ class WireFormat:
         wire: The dtype of narrow numbers. In float16, those of a row are divided by a power of two.
     """
 
-    wide: int
+    wide: int = 0
     narrow: int
     dtype: torch.dtype
     wire: torch.dtype
@@ -189,9 +189,3 @@ class WireFormat:
 def narrower(wire: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which numbers of `dtype` are sent: `wire` if it is narrower, otherwise `dtype`."""
     return wire if wire is not None and wire.itemsize < dtype.itemsize else dtype
-
-
-def cut(vector: Tensor, pieces: int) -> Tensor:
-    """Return a vector as equal rows ``[pieces, n]``, padded with zeros."""
-    size = -(-len(vector) // pieces)
-    return pad(vector, (0, pieces * size - len(vector))).view(pieces, size)

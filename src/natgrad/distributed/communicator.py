@@ -7,7 +7,7 @@ and rows that are redistributed.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from natgrad.distributed import groups
-from natgrad.distributed.buckets import Slices, WireFormat, cut, narrower
+from natgrad.distributed.buckets import Slices, WireFormat, narrower
 from natgrad.errors import LostRankError
 from natgrad.linalg.device import on_host
 
@@ -86,10 +87,9 @@ class Communicator:
         """Return the bytes that this rank has sent so far, by kind of message."""
         return {kind: round(sent) for kind, sent in self._sent.items()}
 
-    def count(self, kinds: Mapping[str, float], weight: float = 1.0) -> None:
-        """Count `weight` bytes as sent by this rank for each element, by kind of message."""
-        for kind, elements in kinds.items():
-            self._sent[kind] = self._sent.get(kind, 0.0) + elements * weight
+    def count(self, kind: str, sent: float) -> None:
+        """Count bytes as sent by this rank, by kind of message."""
+        self._sent[kind] = self._sent.get(kind, 0.0) + sent
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -162,9 +162,9 @@ class Communicator:
         if self.ranks > 1:
             content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
             content = content.to(groups.device_of(self.group))
-            lengths = self.gather(content.new_tensor([len(content)], dtype=torch.long), {}, self.group).flatten()
-            padded = torch.nn.functional.pad(content, (0, int(lengths.max()) - len(content)))
-            arrived = self.gather(padded, {}, self.group).cpu()
+            lengths = self.gather(content.new_tensor([len(content)], dtype=torch.long), None, self.group).flatten()
+            padded = pad(content, (0, int(lengths.max()) - len(content)))
+            arrived = self.gather(padded, None, self.group).cpu()
             found = [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(arrived, lengths.tolist(), strict=True)]
         return found
 
@@ -177,26 +177,20 @@ class Communicator:
         if self.ranks == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float32, device=groups.device_of(self.group))
-        self.sum_(total, {kind: len(total)})
+        self.sum_(total, kind)
         summed: list[float] = total.tolist()
         return summed
 
     # --- A sum on all ranks -------------------------------------------------------------------------------------
 
-    def sum_(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype | None = None) -> None:
-        """Sum `message` over the ranks in place. Each rank sends 2 (P - 1) / P times its number of elements.
-
-        Args:
-            message: A contiguous vector of the same size on every rank.
-            kinds: The number of elements of each kind, for `traffic`. "counters" are the last elements.
-            wire: The dtype in which all but the counters are sent, if narrower than the message's.
-        """
-        self.post_sum(message, kinds, wire, self.group).wait()
+    def sum_(self, message: Tensor, kind: str) -> None:
+        """Sum a contiguous vector over the ranks in place. Each rank sends 2 (P - 1) / P times its elements."""
+        self.post_sum(message, kind, None, self.group).wait()
 
     def post_sum(
         self,
         message: Tensor,
-        kinds: dict[str, int],
+        kind: str,
         wire: torch.dtype | None,
         group: dist.ProcessGroup | None,
         *,
@@ -205,9 +199,9 @@ class Communicator:
         """Start `sum_` in the queue of a group. Do not use `message` before ``wait()``.
 
         Args:
-            message: As in `sum_`.
-            kinds: As in `sum_`.
-            wire: As in `sum_`.
+            message: A contiguous vector of the same size on every rank.
+            kind: The kind that its bytes are counted as.
+            wire: The dtype in which it is sent, if narrower than its own.
             group: `group` or `background`.
             finishes_alone: Whether to send a narrow message in one collective, so that ``wait()`` is not collective.
                 For more than two ranks this rounds more.
@@ -215,49 +209,42 @@ class Communicator:
         narrow = narrower(wire, message.dtype)
         if self.ranks > 1 and narrow != message.dtype:
             post = self._post_rounded if finishes_alone else self._post_narrow
-            return post(message, kinds, narrow, group)
-        self.count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
+            return post(message, kind, narrow, group)
         if self.ranks == 1:
             return Work(self, message)
+        self.count(kind, message.nbytes * 2 * (self.ranks - 1) / self.ranks)
         with self.collective():
             return Work(self, message, dist.all_reduce(message, group=group, async_op=True))
 
-    def _post_narrow(
-        self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
-    ) -> Work:
+    def _post_narrow(self, message: Tensor, kind: str, wire: torch.dtype, group: dist.ProcessGroup | None) -> Work:
         """Sum by reduce-scatter and all-gather of narrow numbers; each rank sums its piece in the message's dtype.
 
         All ranks use the rounded sum of a piece, also the rank that made it, and so have the same bits.
         """
-        kind, counters = next(iter(kinds)), kinds.get("counters", 0)
-        sections = message.split([len(message) - counters, counters])
-        narrow, wide = (cut(section, self.ranks) for section in sections)
-        layout = WireFormat(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
-        counted = layout.wide * message.element_size()
-        self.count({kind: layout.payload - counted, "counters": counted}, 2 * (self.ranks - 1))
+        length = -(-len(message) // self.ranks)
+        pieces = pad(message, (0, self.ranks * length - len(message))).view(self.ranks, length)
+        layout = _layout(message.dtype, wire, length)
+        self.count(kind, 2 * (self.ranks - 1) * layout.payload)
         sent = layout.empty(self.ranks, message.device)
-        layout.write(sent, narrow, wide)
+        layout.write(sent, pieces)
         arrived = torch.empty_like(sent)
         with self.collective():
             scattered = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
 
         def finish() -> None:
-            counts, values = layout.read(arrived)
-            values[self.rank] = narrow[self.rank]  # unrounded
+            _, values = layout.read(arrived)
+            values[self.rank] = pieces[self.rank]  # unrounded
             piece = layout.empty(1, message.device)
-            layout.write(piece, values.sum(0, keepdim=True), counts.sum(0, keepdim=True))
+            layout.write(piece, values.sum(0, keepdim=True))
             self._run(lambda: _all_gather(arrived, piece, group))
-            for section, summed in zip(sections, reversed(layout.read(arrived)), strict=True):
-                section.copy_(summed.flatten()[: len(section)])
+            message.copy_(layout.read(arrived)[1].flatten()[: len(message)])
 
         return Work(self, message, scattered, finish)
 
-    def _post_rounded(
-        self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
-    ) -> Work:
+    def _post_rounded(self, message: Tensor, kind: str, wire: torch.dtype, group: dist.ProcessGroup | None) -> Work:
         """Sum in one collective: two ranks gather rounded numbers; with more ranks, partial sums are also rounded."""
         codes = message.to(wire)
-        self.count(kinds, codes.element_size() * 2 * (self.ranks - 1) / self.ranks)
+        self.count(kind, codes.nbytes * 2 * (self.ranks - 1) / self.ranks)
         with self.collective():
             if self.ranks > 2:
                 work = dist.all_reduce(codes, group=group, async_op=True)
@@ -285,7 +272,7 @@ class Communicator:
         for rank, part in enumerate(slices.cut(vectors)):
             own = part if rank == self.rank else own  # not sent, and so not rounded
             layout.write(rows[rank : rank + 1], part[None])
-        self.count({kind: layout.payload}, self.ranks - 1)
+        self.count(kind, (self.ranks - 1) * layout.payload)
         summed = self._reduce_scatter(rows, layout, own)
         found = self._move_surplus(summed, slices, layout, kind, range(self.ranks), to_owners=True)
         return torch.cat([summed[slices.first(self.rank)], *found])
@@ -319,7 +306,7 @@ class Communicator:
         found = self._move_surplus(owned, slices, layout, kind, ranks, to_owners=False)
         row, arrived = (layout.empty(count, owned.device) for count in (1, len(ranks)))
         layout.write(row, slices.fill([owned[slices.first(ranks.index(self.rank))], *found])[None])
-        self.count({kind: layout.payload}, len(ranks) - 1)
+        self.count(kind, (len(ranks) - 1) * layout.payload)
         members = self.subgroup(ranks)
         self._run(lambda: _all_gather(arrived, row, members))
         return slices.join(list(layout.read(arrived)[1]))
@@ -363,7 +350,7 @@ class Communicator:
             message = part.empty(1, source.device)
             if part.size:
                 part.write(message, source[run][None])
-            self.count({kind: part.payload})
+            self.count(kind, part.payload)
             messages.append(message[0])
         parts = [replace(layout, narrow=run.stop - run.start) for run in incoming]
         arrived = self.redistribute(messages, [part.size for part in parts], ranks=ranks)
@@ -371,10 +358,14 @@ class Communicator:
 
     # --- Rows that all ranks gather, and rows that move to other ranks ------------------------------------------
 
-    def gather(self, message: Tensor, kinds: dict[str, int], group: dist.ProcessGroup | None) -> Tensor:
-        """Return the messages ``[S, n]`` of all S ranks of `group`; each rank sends (S - 1) times its n elements."""
+    def gather(self, message: Tensor, kind: str | None, group: dist.ProcessGroup | None) -> Tensor:
+        """Return the messages ``[S, n]`` of all S ranks of `group`; each rank sends (S - 1) times its n elements.
+
+        Without a `kind` the bytes are not counted.
+        """
         ranks = dist.get_world_size(group)
-        self.count(kinds, message.element_size() * (ranks - 1))
+        if kind is not None:
+            self.count(kind, message.nbytes * (ranks - 1))
         arrived = message.new_empty(ranks * len(message))
         self._run(lambda: _all_gather(arrived, message, group))
         return arrived.view(ranks, -1)
@@ -393,16 +384,16 @@ class Communicator:
         self._run(lambda: dist.all_to_all_single(arrived, sent, list(sizes), lengths, group=group, async_op=True))
         return list(arrived.split(list(sizes)))
 
-    def broadcast_(self, messages: Iterable[tuple[int, Tensor, dict[str, int]]]) -> None:
+    def broadcast_(self, messages: Iterable[tuple[int, Tensor]], kind: str) -> None:
         """Broadcast messages from their owners in place. An owner sends (P - 1) times its elements.
 
-        `messages` are triples of the owner's rank, the message, and its number of elements of each kind.
+        `messages` are pairs of the owner's rank and the message.
         """
         works = []
-        for owner, message, kinds in messages if self.ranks > 1 else ():
+        for owner, message in messages if self.ranks > 1 else ():
             assert self.group is not None
             if owner == self.rank:
-                self.count(kinds, message.element_size() * (self.ranks - 1))
+                self.count(kind, message.nbytes * (self.ranks - 1))
             with self.collective():
                 source = dist.get_global_rank(self.group, owner)
                 work = dist.broadcast(message, src=source, group=self.group, async_op=True)
@@ -412,7 +403,7 @@ class Communicator:
 
 
 def _layout(dtype: torch.dtype, wire: torch.dtype | None, length: int) -> WireFormat:
-    return WireFormat(wide=0, narrow=length, dtype=dtype, wire=narrower(wire, dtype))
+    return WireFormat(narrow=length, dtype=dtype, wire=narrower(wire, dtype))
 
 
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> Any:

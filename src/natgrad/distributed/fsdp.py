@@ -437,7 +437,7 @@ def collect_rows(
                     elif len(rows):
                         incoming[peer].append((slot, rows))
         messages = [torch.cat(parts) for parts in outgoing]
-        runtime.count({kind: sum(map(len, messages))}, nothing.element_size())
+        runtime.count(kind, sum(message.nbytes for message in messages))
         sizes = [[len(rows) * math.prod(slot.parameter.shape[1:]) for slot, rows in parts] for parts in incoming]
         arrived = runtime.redistribute(messages, list(map(sum, sizes)))
         for parts, lengths, message in zip(incoming, sizes, arrived, strict=True):

@@ -24,7 +24,8 @@ Moment = Literal["factors", "inverses", "step"]
 # Tables with more ranks are summarised, and for a rank with more tasks only the first ones are listed.
 _RANKS = 16
 _NAMED = 4
-_MOMENTS = {"factors": "a factor refresh", "inverses": "an inverse refresh", "step": "a step"}
+# The kind of messages at each moment.
+_KINDS: dict[Moment, str] = {"factors": "factors", "inverses": "inverses", "step": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,11 @@ class Collective:
     """A collective on a flat bucket.
 
     Attributes:
-        kind: The kind of its bytes in `Plan.traffic`.
         ranks: The ranks that take part.
         sizes: The number of elements of an all-reduce, or the number that each rank owns.
         reduces: Whether owners receive sums. Otherwise they send their elements to all ranks.
     """
 
-    kind: str
     ranks: Sequence[int]
     sizes: int | tuple[int, ...]
     reduces: bool = False
@@ -153,12 +152,10 @@ class Plan(Printed, Generic[Key]):
 
     def traffic(self) -> dict[Moment, dict[str, int]]:
         """Return the number of elements that all ranks send in the collectives of `exchanges`, by moment and kind."""
-        found: dict[Moment, dict[str, int]] = {}
-        for moment, exchanges in self.exchanges().items():
-            kinds = found[moment] = dict.fromkeys(("gradients" if moment == "step" else moment, "counters"), 0)
-            for exchange in exchanges:
-                kinds[exchange.kind] += round(sum(map(exchange.sent, exchange.ranks)))
-        return found
+        return {
+            moment: {_KINDS[moment]: round(sum(sum(map(exchange.sent, exchange.ranks)) for exchange in exchanges))}
+            for moment, exchanges in self.exchanges().items()
+        }
 
     def exchanges(self) -> dict[Moment, list[Collective]]:
         """Return the collectives on flat buckets: sums, results and preconditioned gradients, with their counters.
@@ -171,19 +168,15 @@ class Plan(Printed, Generic[Key]):
 
     def _sum_exchanges(self) -> list[Collective]:
         """Return the messages of sums, with the samples and rows of each layer."""
-        everywhere, layers, owned = 0, 0, [0] * self.ranks
+        everywhere, owned, ranks = 0, [0] * self.ranks, range(self.ranks)
         for key, layer in self.layers.items() if self.ranks > 1 else ():
             where = self.assignments[key].sums if layer.sums else "alone"
             if where == "all":
-                everywhere, layers = everywhere + layer.sums, layers + 1
+                everywhere += layer.sums + 2
             elif where == "worker":
                 owned[self.column_of(key)] += layer.sums + 2
-        ranks, found = range(self.ranks), []
-        if layers:
-            found += [Collective("factors", ranks, everywhere), Collective("counters", ranks, 2 * layers)]
-        if any(owned):
-            found.append(Collective("factors", ranks, tuple(owned), reduces=True))
-        return found
+        found = [Collective(ranks, everywhere)] if everywhere else []
+        return [*found, Collective(ranks, tuple(owned), reduces=True)] if any(owned) else found
 
     def _result_exchanges(self) -> list[Collective]:
         """Return the messages of results, with the success of each block, within each column."""
@@ -193,7 +186,7 @@ class Plan(Printed, Generic[Key]):
                 owned[owner] += layer.results.get(part, 0) + layer.blocks
         if q == self.ranks or not any(owned):
             return []
-        return [Collective("inverses", self.column(column), tuple(owned[column::q])) for column in range(q)]
+        return [Collective(self.column(column), tuple(owned[column::q])) for column in range(q)]
 
     def _step_exchanges(self) -> list[Collective]:
         """Return the messages of preconditioned gradients, within each row.
@@ -206,7 +199,7 @@ class Plan(Printed, Generic[Key]):
         for key, layer in self.layers.items():
             owned[self.column_of(key)] += layer.gradients + layer.blocks + 2
         rows = range(0, self.ranks, self.columns)
-        return [Collective("gradients", self.row(start), tuple(owned)) for start in rows]
+        return [Collective(self.row(start), tuple(owned)) for start in rows]
 
     def held(self, rank: int) -> int:
         """Return the bytes of running averages and decompositions on `rank`, and of the rows of the last refresh."""
@@ -299,14 +292,11 @@ class Plan(Printed, Generic[Key]):
         return table
 
     def _message_table(self) -> Table:
-        table = Table(title="elements sent, all ranks together")
-        table.add_column("")
-        for words in _MOMENTS.values():
-            table.add_column(words, justify="right")
-        traffic = self.traffic()
-        for kind in ("factors", "inverses", "gradients", "counters"):
-            sent = [elements.get(kind, 0) for elements in traffic.values()]
-            table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
+        table = Table("", "elements", title="sent by all ranks together")
+        words: dict[Moment, str] = {"factors": "a factor refresh", "inverses": "an inverse refresh", "step": "a step"}
+        for moment, kinds in self.traffic().items():
+            for kind, elements in kinds.items():
+                table.add_row(f"{words[moment]}: {kind}", f"{elements:,}")
         return table
 
 

@@ -94,7 +94,7 @@ def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int, ste
     """Return the samples of all ranks. Parameters with a gradient on any rank get one on all, of zeros."""
     used = [float(parameter.grad is not None) for parameter in trained]
     counters = tensor_on(trained[0].device, [float(samples), *used, float(step)], torch.float64)
-    runtime.sum_(counters, {"counters": len(counters)})
+    runtime.sum_(counters, "counters")
     if on_host(counters):
         _check_steps(counters[-1], step, runtime)
     if not all(used):
@@ -153,7 +153,7 @@ def _reduce_to_all(parts: Iterable[_Rows], runtime: Communicator, weight: Tensor
     for bucket in _by_kind(parts):
         parameter = bucket[0].parameter
         message = _joined(bucket, weight.to(parameter.device, at_least_float32(parameter.dtype)))
-        runtime.sum_(message, {"gradients": len(message)})
+        runtime.sum_(message, "gradients")
         _write(bucket, message)
 
 

@@ -118,7 +118,7 @@ class Scaling:
             for flag in state["found_inf_per_device"].values():
                 counters[0] += flag.to(device)
         if runtime.ranks > 1:
-            runtime.sum_(counters, {"counters": 2})
+            runtime.sum_(counters, "counters")
         found = (counters[0] > 0).float()
         for state in states:
             flags = state["found_inf_per_device"]
@@ -182,7 +182,7 @@ class Scaling:
             scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=owned, step=step)
         elif (self._summed or self._mixed) and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
-            runtime.sum_(total, {"counters": 1})
+            runtime.sum_(total, "counters")
             exact = total[0].to(dtype)  # float32 for float32 models, float64 for float64 models
             scale = runtime.ranks / exact.clamp(min=1)  # DDP divided a sum by P
         if self._mixed:
@@ -204,7 +204,7 @@ class Scaling:
         if runtime.ranks == 1 or device is None or (not self._mixed and self._summed != self._divided):
             return here
         counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
-        runtime.sum_(counted, {"counters": 2})
+        runtime.sum_(counted, "counters")
         # In the gradients' dtype: a quotient in float32 would be too inexact for float64 gradients.
         total, users = counted.to(dtype).unbind()
         passes = (total / users.clamp(min=1)).clamp(min=1)

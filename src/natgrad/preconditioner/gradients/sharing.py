@@ -99,8 +99,7 @@ def _share_rows(
         ]
         for rank in row
     }
-    counted = len(counters) * (len(row) - 1)
-    runtime.count({"gradients": sum(map(len, outgoing)) - counted, "counters": counted}, counters.element_size())
+    runtime.count("gradients", sum(message.nbytes for message in outgoing))
     received = runtime.redistribute(outgoing, [sum(sizes[rank]) for rank in row], ranks=row)
     for rank, message in zip(row, received, strict=True):
         vectors = message.split(sizes[rank])

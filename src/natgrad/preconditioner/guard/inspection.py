@@ -67,7 +67,7 @@ class Inspection:
             for group, member in _tables(groups)
         ]
         found = torch.stack([stray.to(strays[0]) for stray in strays])
-        runtime.sum_(found, {"counters": len(found)})
+        runtime.sum_(found, "counters")
         self._misused = {layer.key for layer, stray in zip(tables, found.tolist(), strict=True) if stray > 0}
 
     def usable(self, groups: list[BlockGroup], seen: set[str], *, captured: bool) -> set[str]:

@@ -181,7 +181,7 @@ class RowRefresh:
         found = [local]
         if gathers and local:
             message = torch.tensor(local, dtype=torch.float64, device="cpu").to(groups[0].device)
-            found = self.runtime.gather(message, {"counters": len(local)}, self.runtime.group).tolist()
+            found = self.runtime.gather(message, "counters", self.runtime.group).tolist()
         runs: dict[tuple[object, ...], list[RowRun]] = {}
         for index, (group, member) in enumerate(layers):
             samples = sum(numbers[len(names) + index] for numbers in found)
@@ -258,7 +258,7 @@ class RowRefresh:
                     messages[column] = _RowMessage(own, self.wire)
             mine = messages.get(runtime.rank % columns)
             if columns == 1:
-                arrived = runtime.gather(messages[0].message, messages[0].kinds, runtime.group)
+                arrived = runtime.gather(messages[0].message, "rows", runtime.group)
             else:
                 arrived = self._send(messages, mine)
             if mine is not None:
@@ -271,7 +271,7 @@ class RowRefresh:
             workers = self.plan.column(column)
             for worker in workers:
                 outgoing[worker].append(message.message)
-            self.runtime.count(message.kinds, len(workers) - (message is mine))
+            self.runtime.count("rows", message.message.nbytes * (len(workers) - (message is mine)))
         size, device = 0 if mine is None else len(mine.message), next(iter(messages.values())).message.device
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         vectors = [torch.cat([nothing, *parts]) for parts in outgoing]
@@ -283,7 +283,6 @@ class _RowMessage:
 
     Attributes:
         message: Its bytes.
-        kinds: The number of bytes of each kind.
     """
 
     def __init__(self, runs: Sequence[RowRun], wire: torch.dtype | None) -> None:
@@ -304,8 +303,7 @@ class _RowMessage:
         message = self._layout.empty(1, group.device)
         # Non-finite numbers are not used, and must not spoil the scale of their neighbours.
         self._layout.write(message, torch.cat(narrow).nan_to_num(0, 0, 0)[None], torch.cat([*links, counters])[None])
-        counted = len(counters) * self._layout.dtype.itemsize
-        self.message, self.kinds = message[0], {"rows": self._layout.payload - counted, "counters": counted}
+        self.message = message[0]
 
     def unpack(self, arrived: Tensor) -> None:
         """Replace the rows by those of all messages ``[P, size]``."""

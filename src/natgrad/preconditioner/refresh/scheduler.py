@@ -162,7 +162,7 @@ def share_decisions(groups: Sequence[BlockGroup], runtime: Communicator) -> None
         for group, state in decided
     ]
     message = torch.cat(numbers).flatten().to(groups[0].device)
-    runtime.sum_(message, {"counters": len(message)})
+    runtime.sum_(message, "counters")
     received = message.cpu().view(-1, 2).split([len(own) for own in numbers])
     for (_, state), rows in zip(decided, received, strict=True):
         state.numbers.copy_(rows)
