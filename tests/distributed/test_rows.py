@@ -200,29 +200,24 @@ def test_dp(ranks, curvature):
 @pytest.mark.some(4)
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("method", ["sngd", "kid", "kis"])
-@pytest.mark.parametrize("placement", ["comm-opt", "hybrid:0.5"])
-def test_traffic_is_that_of_the_papers_formula(ranks, placement, method, count):
+def test_traffic_is_that_of_the_papers_formula(ranks, method, count):
     options = {"class": "SNGD"} if method == "sngd" else {"rank": 0.5, "method": method}
     r = 12 if method == "sngd" else {1: 6, 2: 6, 4: 8}[count]  # ceil(r / P) a rank
-    own = {"placement": placement}
-    results = ranks.run(count, take, options, False, 1, "mean", 3, 2, own)  # renewals at steps 0 and 2
+    results = ranks.run(count, take, options, False, 1, "mean", 3, 2)  # renewals at steps 0 and 2
     sent = {kind: sum(result[1].get(kind, 0) for result in results) for kind in results[0][1]}
     sizes = [(2, 2, 4), (1, 5, 13), (1, 3, 6)]  # blocks, outputs, inputs: the weight is [4, 1, 3]
     blocks = sum(n for n, _, _ in sizes)
     P = count
-    workers = P if placement == "comm-opt" else max(1, P // 2)
     rows = sum(n * (P - 1) * r * (o + i) for n, o, i in sizes) + (
         blocks * (P - 1) * r * r // P if method == "kid" else 0
     )
     rows += blocks * (P - 1) * P  # whether each rank's rows of a block are fine
-    assert sent.get("rows", 0) == 2 * 8 * rows * workers // P
-    inverses = 2 * 8 * blocks * (workers - 1) * (r * r + 1)  # and whether each is fine
-    assert inverses <= sent["inverses"] <= 1.6 * inverses  # the surplus of some owners travels twice
-    assert sent["factors"] == 0
-    assert (sent["gradients"] == 0) == (workers == P)
+    assert sent.get("rows", 0) == 2 * 8 * rows
+    inverses = 2 * 8 * blocks * (P - 1) * (r * r + 1)  # and whether each is fine
+    assert inverses <= sent["inverses"] <= 1.2 * inverses  # the surplus of some owners travels twice
+    assert sent["factors"] == sent["gradients"] == 0
     counters = P * (P - 1) * 2 * len(sizes)  # of each layer rows and samples to all others
-    assert 2 * 8 * counters <= sent["counters"]
-    assert workers < P or sent["counters"] <= 2 * 8 * (counters + P * P)
+    assert 2 * 8 * counters <= sent["counters"] <= 2 * 8 * (counters + P * P)
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)])

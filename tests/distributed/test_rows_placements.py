@@ -59,7 +59,7 @@ def test_rows_travel_to_the_workers_alone(ranks, placement, workers):
     P, r = 4, 8  # ceil(6 / 4) a rank
     blocks = sum(n for n, _, _ in SIZES.values())
     selected = sum(n * (r // P * (o + i) + (r // P) ** 2) for n, o, i in SIZES.values())  # of a rank, with its Y
-    assert sent["rows"] == 2 * 8 * workers * (P - 1) * selected
+    assert sent["rows"] == 2 * 8 * workers * (P - 1) * (selected + blocks)  # and whether each block's are fine
     inverses = 2 * 8 * (workers - 1) * blocks * r * r
     gradients = 3 * 8 * (P - workers) * sum(n * o * i for n, o, i in SIZES.values())
     assert inverses <= sent["inverses"] <= 2 * inverses  # what owners have beside their even share travels twice

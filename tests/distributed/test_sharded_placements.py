@@ -152,7 +152,11 @@ def step_without_refresh(case):
         for layer, _ in training.preconditioner._structure.coverage.layers
         for slot in layer.slots
     }
-    return {kind: after[kind] - before.get(kind, 0) for kind in after}, len(calls), workers
+    sent, rank = {kind: after[kind] - before.get(kind, 0) for kind in after}, dist.get_rank()
+    # Without the counters of each layer, to the other ranks of the row.
+    counters = sum(work.blocks + 2 for key, work in plan.layers.items() if plan.is_gradient_worker(key, rank))
+    sent["gradients"] -= (plan.columns - 1) * counters * BYTES
+    return sent, len(calls), workers
 
 
 def held(rows, shards, shard):
