@@ -1,4 +1,4 @@
-"""What memory a preconditioner adds to SGD's: at its peak, between steps, and with every further micro-batch.
+"""What memory a preconditioner adds to SGD's: at its peak and between steps.
 
     python -m benchmarks.memory [--workload resnet32|encoder] [--runs 9] [--device cpu|cuda]
 
@@ -6,10 +6,10 @@ Each figure is the greatest resident memory of a fresh process over two cycles o
 renewed, nothing renewed) minus that over SGD's steps alone. *Resident* is with the system's allocator as it is, whose
 holes move the figure by some MiB from run to run: the median of several processes. *Live* is with an allocator that
 gives every tensor back when it is freed (glibc's ``MALLOC_MMAP_THRESHOLD_``): what the method needs but for holes.
-*Kept* is what stays between steps. More backward passes a step, each on as large a batch, may add nothing.
+*Kept* is what stays between steps.
 
 On a GPU torch's own allocator counts, the same in every run: *resident* is what it has reserved, *live* what of that
-is allocated; and the latter is judged.
+is allocated; the latter is compared.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ from benchmarks.models import WORKLOADS, Name
 from benchmarks.peers import FORMS, KFAC_PYTORCH, Form, Trainer, methods
 
 RUNS: dict[Device, int] = {"cpu": 9, "cuda": 1}
-MICRO_BATCHES = 4
 PEERS = ("natgrad", "kfac-pytorch") if KFAC_PYTORCH else ("natgrad",)
 Allocator = Literal["resident", "live"]
-JUDGED: dict[Device, Allocator] = {"cpu": "resident", "cuda": "live"}
+COMPARED: dict[Device, Allocator] = {"cpu": "resident", "cuda": "live"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,6 @@ class Memory:
         form: Of its curvature.
         resident: At the peak, as the system counts it, or on a GPU reserved by torch.
         live: At the peak, without holes of freed memory.
-        accumulated: Likewise, with `MICRO_BATCHES` backward passes a step.
         kept: Between steps, without such holes.
     """
 
@@ -66,16 +64,13 @@ class Memory:
     form: Form
     resident: float
     live: float
-    accumulated: float
     kept: float
 
 
-def measure(
-    workload: Name, method: str, micro_batches: int, kind: Allocator, device: torch.device
-) -> tuple[float, float]:
+def measure(workload: Name, method: str, kind: Allocator, device: torch.device) -> tuple[float, float]:
     """Return the MiB that a method adds at its peak and between steps; to be called in a fresh process."""
     torch.set_num_threads(1)
-    trainer = Trainer(WORKLOADS[workload], device=device, micro_batches=micro_batches)
+    trainer = Trainer(WORKLOADS[workload], device=device)
     trainer.cycle()
     peak_alone, kept_alone = peak_on(device, kind, trainer.cycle), settled_memory(trainer)
     trainer.preconditioner = methods()[method](trainer)
@@ -117,12 +112,10 @@ def allocator(kind: Allocator, device: torch.device) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def fresh(
-    device: torch.device, workload: Name, method: str, micro_batches: int, kind: Allocator, runs: int
-) -> tuple[float, float]:
+def fresh(device: torch.device, workload: Name, method: str, kind: Allocator, runs: int) -> tuple[float, float]:
     """Return the medians of `measure` over fresh processes."""
     with allocator(kind, device):
-        values = [launch(1, measure, workload, method, micro_batches, kind, device) for _ in range(runs)]
+        values = [launch(1, measure, workload, method, kind, device) for _ in range(runs)]
     peaks, kept = zip(*values, strict=True)
     return median(np.array(peaks)), median(np.array(kept))
 
@@ -132,19 +125,17 @@ def compare(workload: Name, runs: int, device: torch.device) -> list[Memory]:
     rows = []
     for form, peer in product(FORMS, PEERS):
         added = partial(fresh, device, workload, f"{peer} {form}")
-        resident, _ = added(1, "resident", runs)
-        live, kept = added(1, "live", 1)
-        accumulated, _ = added(MICRO_BATCHES, "live", 1)
-        figures = {"resident": resident, "live": live, "accumulated": accumulated, "kept": kept}
-        rows.append(Memory(method=peer, form=form, **figures))
+        resident, _ = added("resident", runs)
+        live, kept = added("live", 1)
+        rows.append(Memory(method=peer, form=form, resident=resident, live=live, kept=kept))
     return rows
 
 
-def show(title: str, rows: list[Memory], judged: Allocator) -> Table:
-    """Return the table of a workload, with natgrad's shares of kfac-pytorch's figures of the kind that is judged."""
+def show(title: str, rows: list[Memory], compared: Allocator) -> Table:
+    """Return the table of a workload, with natgrad's shares of kfac-pytorch's figures of one kind."""
     table = Table(
-        *("form", "method", "resident MiB", "live MiB", f"live, {MICRO_BATCHES} backwards", "kept MiB"),
-        f"{judged} / kfac-pytorch's",
+        *("form", "method", "resident MiB", "live MiB", "kept MiB"),
+        f"{compared} / kfac-pytorch's",
         title=f"{title}: memory added to SGD's",
     )
     peers = {row.form: row for row in rows if row.method != "natgrad"}
@@ -152,8 +143,8 @@ def show(title: str, rows: list[Memory], judged: Allocator) -> Table:
         peer = peers.get(row.form)
         share = ""
         if row.method == "natgrad" and peer:
-            share = f"{getattr(row, judged) / getattr(peer, judged):.2f}"
-        figures = (f"{value:.0f}" for value in (row.resident, row.live, row.accumulated, row.kept))
+            share = f"{getattr(row, compared) / getattr(peer, compared):.2f}"
+        figures = (f"{value:.0f}" for value in (row.resident, row.live, row.kept))
         table.add_row(row.form, row.method, *figures, share)
     return table
 
@@ -168,7 +159,7 @@ def main(
     for name in get_args(Name):
         if workload in (None, name):
             results[name] = compare(name, runs, place)
-            Console(width=120).print(show(WORKLOADS[name].title, results[name], JUDGED[device]))
+            Console(width=120).print(show(WORKLOADS[name].title, results[name], COMPARED[device]))
     rows = {name: [asdict(row) for row in result] for name, result in results.items()}
     settings = {"runs": runs, "kfac-pytorch": KFAC_PYTORCH or "not installed"}
     path = save("memory" if device == "cpu" else "memory_cuda", conditions(device=place) | settings | rows)

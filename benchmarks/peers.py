@@ -51,23 +51,15 @@ class Preconditioner(Protocol):
 class Trainer:
     """A user's training loop on one workload: model, SGD and, once attached, a preconditioner."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        clock: Clock = "wall",
-        *,
-        device: torch.device = CPU,
-        micro_batches: int = 1,
-    ) -> None:
+    def __init__(self, workload: Workload, clock: Clock = "wall", *, device: torch.device = CPU) -> None:
         """Build the workload's model and SGD with momentum for it.
 
         Args:
             workload: Its model and batch.
             clock: Times the steps.
             device: Where it trains; weights and batch are drawn on the CPU, the same everywhere.
-            micro_batches: How often a step runs forward and backward, each time on the whole batch.
         """
-        self.workload, self.clock, self.micro_batches = workload, timer(clock, device), micro_batches
+        self.workload, self.clock = workload, timer(clock, device)
         self.device, self.model = device, workload.model().to(device)
         if dist.is_initialized():
             self.model = DistributedDataParallel(self.model)
@@ -78,8 +70,7 @@ class Trainer:
     def step(self) -> None:
         """Run one step of training."""
         self.optimizer.zero_grad()
-        for _ in range(self.micro_batches):
-            torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.labels) / self.micro_batches)
+        torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.labels))
         if self.preconditioner is not None:
             self.preconditioner.step()
         self.optimizer.step()
@@ -153,7 +144,6 @@ def kfac_pytorch(form: Form, *, fraction: float = 1.0, intervals: tuple[Interval
             damping=DAMPING,
             factor_decay=FACTOR_DECAY,
             kl_clip=KL_CLIP,
-            accumulation_steps=trainer.micro_batches,
             lr=lambda _: trainer.optimizer.param_groups[0]["lr"],
             compute_method=form,
             grad_worker_fraction=fraction,
