@@ -16,7 +16,7 @@ from benchmarks.scoreboard import report, scores, search, timing
 from benchmarks.scoreboard.baselines import KLShampoo, LeanMuon, NewtonMuon, split
 from benchmarks.scoreboard.journal import Journal
 from benchmarks.scoreboard.methods import METHODS
-from benchmarks.scoreboard.run import EVALUATIONS, Result, Spec, Training, restore, share, train
+from benchmarks.scoreboard.run import EVALUATIONS, Result, Spec, Training, restore, train
 from benchmarks.scoreboard.search import Board, Scale, extension, tuned
 from benchmarks.scoreboard.tasks import TASKS
 
@@ -163,14 +163,6 @@ def test_every_method_trains(method, task):
     assert all(changed)
 
 
-def test_the_learning_rate_rises_and_falls():
-    shares = [share(step, 100) for step in range(100)]
-    assert shares[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert shares[5] == 1
-    assert shares[-1] < 1e-3
-    assert sorted(shares[5:], reverse=True) == shares[5:]
-
-
 def test_a_divergence_is_a_result(monkeypatch):
     found = iter([1.0, 0.9, math.nan])
     monkeypatch.setattr("benchmarks.scoreboard.run.evaluate", lambda *_: next(found))
@@ -221,32 +213,6 @@ def test_early_steps_cost_what_they_cost():
     assert timing.steps_within(180, ratios, 10) == pytest.approx(100)
 
 
-@pytest.mark.parametrize("steps", [200, 240, 600, 800, 2400])
-def test_the_first_block_counts_once(steps):
-    ratios = [2.0, 1.5]
-    assert timing.cost(steps, ratios, timing.BLOCK) == pytest.approx(200 + 1.5 * (steps - 100))
-    within = timing.steps_within(steps, ratios, timing.BLOCK)
-    assert within == pytest.approx(100 + (steps - 200) / 1.5)
-    assert timing.cost(within, ratios, timing.BLOCK) == pytest.approx(steps)
-
-
-def test_each_block_is_timed_in_turns(monkeypatch):
-    taken = []
-
-    class Counted:
-        def __init__(self, spec):
-            self.method = spec.method
-
-        def step(self):
-            taken.append(self.method)
-
-    monkeypatch.setattr(timing, "Training", Counted)
-    monkeypatch.setattr(timing, "process_time", lambda: float(len(taken)))
-    found = timing.step_times("digits", ["adamw", "muon"], "adamw", block=10, blocks=2, repeats=3)
-    assert (taken.count("adamw"), taken.count("muon")) == (60 + 2, 60)
-    assert found == {"seconds": 1.0, "block": 10, "ratios": {"adamw": [1.0, 1.0], "muon": [1.0, 1.0]}}
-
-
 def test_the_loss_at_equal_seconds_is_read_from_the_curve():
     runs = [Result(validation=halving(), training=[0.3], seconds=0.0, diverged=False)]
     one = scores.score(runs, (1.0, 1.0), 100, [2.0, 2.0, 2.0], 10)
@@ -267,25 +233,6 @@ def one_score(steps, *, missed=False, final=1.0, equal_seconds=1.0):
         second=reach,
         curve=FLAT,
     )
-
-
-def test_shares_and_profiles():
-    found = {
-        "digits": {"adamw": one_score(0.8), "muon": one_score(0.6), "natural-muon": one_score(0.3)},
-        "text": {"adamw": one_score(0.2, missed=True), "muon": one_score(0.5), "natural-muon": one_score(0.6)},
-    }
-    kinds = {"adamw": "rival", "muon": "rival", "natural-muon": "ours"}
-    shares = report.shares_of_best_rival(found, kinds, "natural-muon", "steps", "second")
-    assert shares == {"digits": (pytest.approx(0.5), "muon"), "text": (pytest.approx(1.2), "muon")}
-    profile = report.profile(found, "steps", "second")
-    assert profile["natural-muon"] == [1.0, pytest.approx(1.2)]
-    assert profile["adamw"] == [pytest.approx(0.8 / 0.3), math.inf]
-    titles = {name: name for name in kinds}
-    own = {**found["text"], "muon": one_score(1, final=0.5), "adamw": one_score(1, equal_seconds=0.25)}
-    lines = report.defeats({"t": own}, kinds, titles, "adamw")
-    assert lines[0].endswith("natural-muon** ends behind the best rival on t (muon: 1 against 0.5).")
-    assert lines[1].endswith("behind AdamW on no task.")
-    assert lines[2].endswith("behind the best rival on t (adamw: 1 against 0.25).")
 
 
 def test_of_rivals_that_all_miss_the_one_that_ends_lowest_counts():
@@ -350,16 +297,6 @@ def bowl(spec):
     return math.exp((1.0 if spec.task == "digits" else 3.0) * distance * (1 + spec.second))
 
 
-def test_settings_of_equal_mean_rank_are_told_apart_by_the_geometric_mean(tmp_path):
-    board = Board(SCALE, Journal(tmp_path / "j.jsonl"), 0)
-    fill(board, bowl)
-    assert board.best("digits", "muon", 1) == (0.02, 0.9)
-    assert board.best("text", "muon", 1) == (0.01, 0.9)
-    assert board.one_setting("muon", 1) == (0.01, 0.9)  # a step off costs more on text
-    assert len(board.fresh("digits", "muon", 1, (0.01, 0.9))) == 2
-    assert board.long_methods() == ["adamw", "muon"]
-
-
 def test_one_setting_has_the_least_mean_rank(tmp_path):
     """A task on which losses span orders of magnitude counts no more than another."""
     scale = replace(SCALE, tasks=("digits", "text", "poisson"))
@@ -388,21 +325,6 @@ def test_a_loss_counts_as_at_most_that_at_the_start(tmp_path):
 
     fill(board, losses)
     assert board.one_setting("muon", 1) == bad
-
-
-def test_a_setting_that_was_not_run_is_left_out_of_the_result(tmp_path):
-    scale = replace(SCALE, tasks=("digits",))
-    board = Board(scale, Journal(tmp_path / "j.jsonl"), 0)
-    fill(board, bowl)
-    board.journal.measure("timing", "digits", {"seconds": 1.0, "block": 100, "ratios": {"adamw": [1.0], "muon": [1.0]}})
-    board.journal.measure("memory", "digits", {"bytes": {"adamw": 1, "muon": 1}})
-    whole = report.collect(board, [1])
-    assert set(whole["horizons"]["1"]) == {"tuned", "one"}
-    assert "one setting" not in "".join(report._missing(whole))
-    board.one_setting = lambda method, horizon: (0.005, 0.95)  # without fresh seeds
-    data = report.collect(board, [1])
-    assert set(data["horizons"]["1"]) == {"tuned"}
-    assert "one setting for all tasks at N" in report.page(data, "images").split("Budget")[0]
 
 
 def test_a_journal_is_resumed(tmp_path):
