@@ -32,7 +32,8 @@ def test_steps_between_renewals_wait_for_nothing(make):
             training.optimizer.zero_grad()
             outputs = training.model(x)
             loss = cross_entropy(outputs, y)
-            with waiting_is_an_error() if step % 4 else nullcontext():
+            # The first steps read how the gradients compare with what the hooks have seen.
+            with waiting_is_an_error() if step > 4 and step % 4 else nullcontext():
                 training.preconditioner.backward(loss, outputs)
                 training.preconditioner.step()
             training.optimizer.step()
