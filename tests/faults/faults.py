@@ -556,16 +556,6 @@ _add(
     ("training.checkpoint:_check", "if _digest(path / name) != digests[name]:", "if False:"),
 )
 _add(
-    "unpickler_open",
-    "The index of a checkpoint of an earlier version may name any class.",
-    "training/test_malicious_checkpoints.py::test_a_pickle_in_place_of_the_index_of_an_earlier_version",
-    (
-        "training.old_checkpoint:_Unpickler.find_class",
-        'raise pickle.UnpicklingError(f"it refers to {module}.{name}")',
-        "return pickle.Unpickler.find_class(self, module, name)",
-    ),
-)
-_add(
     "lock_shared",
     "Two processes may hold the lock of a folder.",
     "training/test_folders.py::test_a_second_process_is_refused_until_the_first_one_is_killed",

@@ -1,4 +1,4 @@
-"""States with tensors that are not finite, of another kind or not positive semi-definite are refused unchanged."""
+"""States with tensors that are not finite, of another kind or negative where they may not be are refused unchanged."""
 
 import copy
 
@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-import natgrad
-from natgrad import EKFAC, KFAC, NaturalMuon, Precision, Preconditioner, RankOne, Spectral, UnitWise
+from natgrad import EKFAC, KFAC, NaturalMuon, Preconditioner, RankOne, Spectral
 
 
 def network():
@@ -72,20 +71,9 @@ CHANGES = {
     "whole numbers": ("A", lambda tensor: tensor.long(), "floating-point"),
     "bools": ("A", lambda tensor: tensor.bool(), "floating-point"),
     "complex": ("A", lambda tensor: tensor.to(torch.complex64), "floating-point"),
-    "eight bits": ("A", lambda tensor: tensor.to(torch.float8_e4m3fn), "floating-point"),
     "sparse": ("A", lambda tensor: tensor.to_sparse(), "floating-point"),
     "flags that are floats": ("renewed", lambda tensor: tensor.float(), "whole numbers"),
     "counts that are floats": ("ladder", lambda tensor: tensor.float(), "whole numbers"),
-    "asymmetric": ("A", lambda tensor: put(tensor[0, 3, 1] + 0.01 * tensor.amax(), 0, 3, 1)(tensor), "symmetric"),
-    "negative": ("A", torch.neg, "positive semi-definite"),
-    "one negative on the diagonal": ("G", lambda tensor: put(-tensor[0, 2, 2], 0, 2, 2)(tensor), "semi-definite"),
-    "one pair too large": (
-        "A",
-        lambda tensor: put(2 * tensor.amax(), 0, 2, 1)(put(2 * tensor.amax(), 0, 1, 2)(tensor)),
-        "semi-definite",
-    ),
-    "a shifted spectrum": ("A", lambda tensor: tensor - 0.3 * tensor[0].norm() * torch.eye(49), "semi-definite"),
-    "a bias correction above 1": ("weight", put(1.5, 0), "at most 1"),
     "a negative bias correction": ("weight", put(-0.5, 0), "nonnegative"),
     "a nan bias correction": ("weight", put(torch.nan, 0), "finite"),
 }
@@ -112,14 +100,13 @@ def test_a_factor_that_cannot_be_one_is_refused_with_its_name_and_changes_nothin
     [
         (EKFAC(), KEY, "S"),
         (KFAC(max_factor_size=30), KEY, "A"),
-        (UnitWise(form="full"), "1.weight", "F"),
     ],
     ids=repr,
 )
 def test_negative_diagonals_and_second_moments_are_refused(curvature, key, name):
     run = Run({key.removesuffix(".weight"): curvature}, placement="comm-opt").train()
     before = run.preconditioner.state_dict()
-    with pytest.raises(ValueError, match=rf"\['{name}'\]=.*(nonnegative|semi-definite)"):
+    with pytest.raises(ValueError, match=rf"\['{name}'\]=.*nonnegative"):
         run.preconditioner.load_state_dict(changed(before, key, name, torch.neg))
     run.preconditioner.load_state_dict(before)
     assert same(run.preconditioner.state_dict(), before)
@@ -152,44 +139,9 @@ def test_natural_muon_refuses_it_and_changes_nothing():
         cross_entropy(model(torch.randn(8, 2, 5, 5)), torch.arange(8) % 4).backward()
         optimizer.step()
     before = copy.deepcopy(optimizer.state_dict())
-    for name, change in (("A", torch.neg), ("momentum", put(torch.nan, 0, 0, 0))):
+    for name, change in (("A", put(torch.nan, 0, 1, 1)), ("momentum", put(torch.nan, 0, 0, 0))):
         bad = {**before, "preconditioner": changed(before["preconditioner"], KEY, name, change)}
         with pytest.raises(ValueError, match=rf"\['{KEY}'\]\['{name}'\]"):
             optimizer.load_state_dict(bad)
         assert same(optimizer.state_dict(), before)
     optimizer.load_state_dict(before)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "decay"),
-    [(torch.bfloat16, 0.0), (torch.bfloat16, 0.95), (torch.bfloat16, 0.999), (torch.float16, 0.95)],
-)
-def test_factors_that_rounding_has_made_indefinite_are_loaded(dtype, decay):
-    """Of rank one in each step, and small, where errors of elements weigh most."""
-    torch.manual_seed(0)
-    model = nn.Linear(2, 2)
-    preconditioner = Preconditioner(
-        model, KFAC(factor_decay=decay), reduction="mean", precision=Precision(factors=dtype)
-    )
-    least = 0.0
-    for step in range(40):
-        model.zero_grad()
-        loss = cross_entropy(model(torch.full((4, 2), 1.7)), torch.arange(4) % 2)
-        loss.backward()
-        preconditioner.step()
-        if step % 10:
-            continue
-        state = preconditioner.state_dict()
-        preconditioner.load_state_dict(state)
-        least = min(least, float(torch.linalg.eigvalsh(state["blocks"]["weight"]["A"].double()).min()))
-    assert least < 0 or dtype != torch.bfloat16, "rounding matters"
-
-
-def test_the_last_block_of_a_large_layer_is_checked():
-    model = nn.Conv2d(180, 60, 10, groups=60)  # 60 blocks, more than are checked at once
-    preconditioner = Preconditioner(model, refresh=natgrad.Refresh(factors=1, inverses=1000), reduction="mean")
-    state = preconditioner.state_dict()
-    state["blocks"]["weight"]["A"] += torch.eye(301)
-    preconditioner.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"\['weight'\]\['A'\]=.*from -3 to 1.*semi-definite"):
-        preconditioner.load_state_dict(changed(state, "weight", "A", put(-3.0, -1, 7, 7)))

@@ -2,7 +2,6 @@ import errno
 import os
 import subprocess
 import sys
-import warnings
 from functools import partial
 from math import inf, isnan, nan
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from natgrad import NatgradWarning
 from natgrad.training import checkpoint
 from natgrad.training.checkpoint import CheckpointError
-from tests.training import old_format
 
 STATE = {
     "model": {"layer.weight": torch.arange(6.0).view(2, 3), "scale": torch.tensor(3)},
@@ -278,31 +276,6 @@ def test_digests_are_those_of_sha256sum(tmp_path):
     path = saved(tmp_path)
     done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=path, capture_output=True, text=True, check=True)
     assert sorted(done.stdout.split()) == ["OK", "OK", "rank-0.safetensors:", "shared.safetensors:"]
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path):
-    path = old_format.save(tmp_path, 4, STATE)
-    assert checkpoint.latest(tmp_path) == path
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded = checkpoint.load_latest(tmp_path)
-    state = {**STATE, "optimizer": {**STATE["optimizer"], "state": {"0": STATE["optimizer"]["state"][0]}}}
-    assert same({key: state[key] for key in sorted(state)}, {key: loaded[key] for key in sorted(loaded)})
-    checkpoint.save(tmp_path, 5, loaded)
-    checkpoint.save(tmp_path, 6, loaded)
-    assert [checkpoint.step_of(each) for each in sorted(tmp_path.iterdir())] == [5, 6]
-
-
-@pytest.mark.parametrize("pattern", [".metadata", "*.distcp"])
-@pytest.mark.parametrize("keep", [0.0, 0.5])
-def test_a_truncated_file_of_an_earlier_version_is_a_clear_error(tmp_path, pattern, keep):
-    path = old_format.save(tmp_path, 1, STATE)
-    (file,) = path.glob(pattern)
-    content = file.read_bytes()
-    file.write_bytes(content[: int(keep * len(content))])
-    assert checkpoint.latest(tmp_path) is None
-    with pytest.raises(CheckpointError, match="step-000000001 is damaged or incomplete"):
-        checkpoint.load(path)
 
 
 def test_a_full_disk_leaves_the_older_one(tmp_path):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from zlib import crc32
 
@@ -60,26 +59,6 @@ def check_agreement(
             "where the ranks have devices of different memory)"
         )
     _check_equal([described for _, described in found])
-
-
-@contextmanager
-def raised_on_all(runtime: Communicator | None) -> Iterator[None]:
-    """Raise a ``ValueError`` of the context on all ranks; collective. With None there is no communication.
-
-    Raises:
-        ValueError: on this rank its own error, on other ranks one that names the rank and its error.
-    """
-    problem = None
-    try:
-        yield
-    except ValueError as error:
-        problem = error
-    found = [] if runtime is None else runtime.all_gather_objects(None if problem is None else str(problem))
-    if problem is not None:
-        raise problem
-    for rank, message in enumerate(found):
-        if message is not None:
-            raise ValueError(f"on rank {rank}: {message}")
 
 
 def _check_equal(settings: Sequence[Mapping[str, str]]) -> None:

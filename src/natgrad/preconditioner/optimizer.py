@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from natgrad.capture.reductions import Count
-from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 
@@ -173,17 +171,15 @@ class PreconditionedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore both states. Without a "preconditioner" the preconditioner stays unchanged.
 
-        Layers whose curvature is missing (in the file of one rank, if each layer has one worker) start again at the
-        next step, on all ranks. Call it on every rank; it is collective if ranks are workers of some layers only.
+        Call it on every rank.
 
         Warns:
-            NatgradWarning: if the curvature of some layers is missing, naming them; or if all of it is missing and the
-                preconditioner has none yet.
+            NatgradWarning: if the preconditioner's state is missing and it has no curvature yet.
 
         Raises:
-            ValueError: if either state has unknown entries or wrong shapes, or factors are not what
-                `Preconditioner.load_state_dict` accepts. Nothing has been changed then, on any rank if it is
-                collective.
+            ValueError: if either state has unknown entries or wrong shapes, as in the file of one rank if each layer
+                has one worker, or factors are not what `Preconditioner.load_state_dict` accepts. Nothing has been
+                changed then.
         """
         fits = isinstance(state_dict, Mapping) and state_dict.keys() >= {"state", "param_groups"}
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -193,7 +189,7 @@ class PreconditionedOptimizer(Optimizer):
         require(sizes == wanted, "state_dict['param_groups']", sizes, allowed)
         inner = {key: value for key, value in state_dict.items() if key != "preconditioner"}
         if "preconditioner" in state_dict:
-            self.preconditioner._load(state_dict["preconditioner"], partial=True)
+            self.preconditioner.load_state_dict(state_dict["preconditioner"])
         elif not self.preconditioner.has_curvature:
             warnings.warn(
                 "natgrad: this optimizer state comes without the preconditioner's, whose curvature starts anew; to "
@@ -203,64 +199,16 @@ class PreconditionedOptimizer(Optimizer):
             )
         self.optimizer.load_state_dict(inner)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Support copying and pickling together with the model, between two steps.
-
-        The copy has its own preconditioner on the model's copy, with the same arguments and state. Copy both together:
-        ``copy.deepcopy((model, optimizer))``, and the ``GradScaler`` if there is one. The user's hooks are not copied.
-
-        Raises:
-            TypeError: if the preconditioner belongs to a process group.
-        """
-        obstacle = _obstacle_to_copies(self.preconditioner)
-        if obstacle:
-            raise TypeError(
-                f"this PreconditionedOptimizer cannot be copied or pickled: it is {obstacle}. Save its "
-                "state_dict(gather=True), and load it into one that you build for the copy"
-            )
-        known = self.preconditioner
-        arguments = {**known._arguments, "model": known._model}
-        kinds = type(self), type(known)
-        return _copied, (kinds, self.optimizer, known.optimizer is not None, arguments, known.state_dict(), self.count)
+    def __reduce__(self) -> NoReturn:
+        """Refuse to copy: the hooks of the copy would be those of the original."""
+        raise TypeError(
+            "a PreconditionedOptimizer is neither copied nor pickled: build one for the copy of the model, and load "
+            "its state_dict(gather=True)"
+        )
 
     def __repr__(self) -> str:
         """Show the inner optimizer."""
         return f"PreconditionedOptimizer({self.optimizer!r})"
-
-
-def _copied(
-    kinds: tuple[type[PreconditionedOptimizer], type[Preconditioner]],
-    optimizer: Optimizer,
-    preconditioner_has_optimizer: bool,
-    arguments: Mapping[str, Any],
-    state: Mapping[str, Any],
-    count: Count | None,
-) -> PreconditionedOptimizer:
-    """Return the copy of a `PreconditionedOptimizer`: a preconditioner with the same arguments and state is built."""
-    kind, preconditioner_kind = kinds
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NatgradWarning)  # the original has warned already
-        preconditioner = preconditioner_kind(**arguments, optimizer=optimizer if preconditioner_has_optimizer else None)
-    preconditioner.load_state_dict(state)
-    result = kind.__new__(kind)
-    PreconditionedOptimizer.__init__(result, optimizer, preconditioner)
-    result.count = count
-    return result
-
-
-def _obstacle_to_copies(preconditioner: Preconditioner) -> str:
-    """Return why a preconditioner cannot be copied. Empty: it can."""
-    model, plan = preconditioner._model, preconditioner.plan
-    if isinstance(model, DistributedDataParallel):
-        return "of a model in DistributedDataParallel, which belongs to a process group"
-    if find_mesh(model) is not None:
-        return "of a model that FSDP2 shards, whose mesh cannot be copied"
-    for name in ("process_group", "mesh"):
-        if preconditioner._arguments[name] is not None:
-            return f"built with {name}=, which cannot be copied"
-    if plan.columns > 1:
-        return f"built with placement '{plan.placement}', where each rank holds a part of the state"
-    return ""
 
 
 def _group_sizes(state: object) -> list[int] | None:

@@ -31,7 +31,7 @@ from natgrad.distributed.communicator import is_lost
 from natgrad.distributed.fsdp import check_layers, extra_passes, plain_copy
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.linalg.precision import Precision
-from natgrad.preconditioner.agreement import check_agreement, check_reduction, raised_on_all
+from natgrad.preconditioner.agreement import check_agreement, check_reduction
 from natgrad.preconditioner.arguments import (
     check_arguments,
     check_joined,
@@ -810,48 +810,38 @@ class Preconditioner:
         """Restore a state that `state_dict` returned, possibly on another number of ranks. Call it on every rank.
 
         Raises:
-            ValueError: if blocks are missing, unknown or have another shape, if their tensors are not finite or of
-                another kind of dtype, or if factors are not positive semi-definite, naming layer and tensor. Nothing
-                has been changed then. All ranks that are given the same state raise it.
+            ValueError: if blocks are missing, unknown or have another shape, or if their tensors are not finite or of
+                another kind of dtype, naming layer and tensor. Nothing has been changed then. All ranks that are given
+                the same state raise it.
 
         Warns:
             NatgradWarning: if layers have results of another form, that of another ``dtype`` of `Spectral`, which are
                 computed anew in the next step. If ranks share the work (all placements but "comm-opt"), that is a
                 ValueError.
         """
-        self._load(state)
-
-    def _load(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
-        """Restore a state. With `partial`, restart the blocks that it lacks. Warn of what is restarted.
-
-        With `partial` it is collective if ranks are workers of some layers only. What is wrong with the state of one
-        rank is then raised on all ranks.
-        """
         self._follow_model()
-        runtime = self._communicator if partial and self._structure.shares_work else None
-        restarted: list[str] = []
-        if partial or not self._structure.shares_work:  # all ranks must restart the same blocks
-            state, restarted = states.completed(state, self._structure.groups, runtime, partial=partial)
-        counters = {"updates": self._progress.updates, "watch": self._failures.state_dict()}
-        with raised_on_all(runtime):
-            state = states.checked(state, self._structure.groups, counters)
-            self._scheduler.check_state(state)
-            self._epochs = EpochState.loaded(state["epochs"])
-        states.restore(state["blocks"], self._structure.groups)
-        self._background.drop(self._progress)
-        self._progress.load_state_dict(state)
+        progress, groups = self._progress, self._structure.groups
+        dropped: list[str] = []
+        if not self._structure.shares_work:  # all ranks must drop the same results
+            state, dropped = states.without_other_results(state, groups)
+        counters = {"updates": progress.updates, "watch": self._failures.state_dict()}
+        state = states.checked(state, groups, counters)
+        self._scheduler.check_state(state)
+        self._epochs = EpochState.loaded(state["epochs"])
+        states.restore(state["blocks"], groups)
+        self._background.drop(progress)
+        progress.load_state_dict(state)
         self._failures.load_state_dict(state["watch"])
-        self._scheduler.load_state_dict(state, self._progress)
-        if restarted:  # so that the next step captures and decomposes everything
-            self._progress.captured, self._progress.refreshed = {}, {}
+        self._scheduler.load_state_dict(state, progress)
+        if dropped:  # so that the next step captures and decomposes everything
+            progress.captured, progress.refreshed = {}, {}
         self._choose_statistics()
-        if restarted:
-            named = ", ".join(restarted[:_NAMED])
-            more = f" and {len(restarted) - _NAMED} more" if len(restarted) > _NAMED else ""
+        if dropped:
+            named = ", ".join(dropped[:_NAMED])
+            more = f" and {len(dropped) - _NAMED} more" if len(dropped) > _NAMED else ""
             warnings.warn(
-                f"natgrad: this state lacks the curvature of {named}{more}, or a part of it, which begins anew at the "
-                "next step; to resume all of it, save state_dict(gather=True), and load it with the same curvature "
-                "(and dtype)",
+                f"natgrad: this state has the results of {named}{more} for another dtype; they are computed anew at "
+                "the next step",
                 NatgradWarning,
-                stacklevel=3,
+                stacklevel=2,
             )

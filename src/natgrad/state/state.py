@@ -11,8 +11,8 @@ from torch import Tensor
 from natgrad.distributed import Communicator
 from natgrad.errors import require
 from natgrad.schedule import check_whole, is_whole
+from natgrad.specs import TensorSpec
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.checks import WHOLE, check_tensors
 from natgrad.state.tensors import StateTensors
 
 FORMAT = 1
@@ -24,6 +24,9 @@ _REMOVED_COUNTERS = {"bounded_gradients", "fallbacks/diagonal", "fallbacks/graft
 
 # The rules of earlier versions that adapted the damping; their states hold further numbers.
 _ADAPTED_DAMPING = ("Autopilot", "LevenbergMarquardt")
+
+# The entries of a layer that hold flags and counts.
+_WHOLE = {"renewed": torch.bool, "ladder": torch.int32}
 
 _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch")
 
@@ -95,8 +98,9 @@ def checked(
     `counters` are the current values of the fields that hold counters.
 
     Raises:
-        ValueError: if something is missing or unknown, or if a tensor has another shape or does not pass
-            `check_tensors`.
+        ValueError: if something is missing or unknown, if a tensor has another shape or kind of dtype, or if elements
+            are not finite, or negative where they may not be. Results of tasks may hold anything, as the guard replaces
+            those that are unusable. All ranks reject the same state, without communication.
     """
     state = _unpacked(state)
     require(isinstance(state, Mapping), "state", type(state).__name__, "what Preconditioner.state_dict() returned")
@@ -127,52 +131,55 @@ def checked(
             tensor = loaded[key].get(name)
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
             require(found == shape, f"state['blocks'][{key!r}][{name!r}]", found, f"a tensor of shape {shape}")
-    check_tensors(loaded, groups)
+    _check_tensors(loaded, groups)
     return state
 
 
-def completed(
-    state: Mapping[str, Any], groups: list[BlockGroup], runtime: Communicator | None, *, partial: bool
-) -> tuple[Mapping[str, Any], list[str]]:
-    """Add missing blocks to a state as zeros, so that they are initialized again.
+def _check_tensors(loaded: Mapping[str, Mapping[str, Any]], groups: list[BlockGroup]) -> None:
+    """Check the dtypes, shapes and elements of tensors, also of those that only other ranks need."""
+    for group in groups:
+        for member in group.members:
+            tensors, count = loaded.get(member.layer.key, {}), member.stop - member.start
+            results = {spec.name: spec for spec in group.written(group.rows_of(tensors))}
+            specs = results | {spec.name: spec for spec in (*group.statistics, *group.memory_specs)}
+            specs |= {name: TensorSpec(name, (), nonnegative=True) for name in ("weight", "early weight")}
+            for name, tensor in tensors.items():
+                if name not in specs and name not in _WHOLE:
+                    continue
+                place = f"state['blocks'][{member.layer.key!r}][{name!r}]"
+                shape = (count, *specs[name].shape) if name in specs else None
+                found = f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, Tensor) else tensor
+                fits = isinstance(tensor, Tensor) and tensor.layout == torch.strided and shape in (None, tensor.shape)
+                fits = fits and not tensor.is_complex() and tensor.is_floating_point() == (name in specs)
+                kind = "whole numbers or bools" if shape is None else f"floating-point numbers {list(shape)}"
+                require(fits, place, found, f"a tensor of {kind}")
+                if name in specs and name not in results:
+                    require(bool(tensor.isfinite().all()), place, "a tensor with nan or infinite elements", "finite")
+                    fits = not specs[name].nonnegative or bool((tensor >= 0).all())
+                    require(fits, place, "a tensor with negative elements", "nonnegative")
 
-    If only the results of tasks are missing, as for other ranks' layers under "mem-opt" or after a change of
-    `Spectral`'s dtype, running averages are loaded. Unless `partial`, only results of such another form are added.
-    All ranks initialize the same blocks (collective), unless `runtime` is None, where the same blocks must be missing
-    on all ranks.
+
+def without_other_results(state: Mapping[str, Any], groups: list[BlockGroup]) -> tuple[Mapping[str, Any], list[str]]:
+    """Drop the results of layers that have them in another form, that of another dtype of `Spectral`.
 
     Returns:
-        The state, and the keys of the blocks that are initialized on any rank.
+        The state with zeros in their place, which counts as no result, and the keys of the layers.
     """
     state = _unpacked(state)
     loaded = state.get("blocks") if isinstance(state, Mapping) else None
-    fits = isinstance(loaded, Mapping) and all(isinstance(tensors, Mapping) for tensors in loaded.values())
-    blocks: dict[str, dict[str, Any]] = {}
-    if fits and loaded:
-        blocks = {key: dict(tensors) for key, tensors in loaded.items()}
-    wanted = _shapes(groups, blocks) if fits else {}
-    missing = {key for key, shapes in wanted.items() if not shapes.keys() <= blocks.get(key, {}).keys()}
-    members = {member.layer.key: group for group in groups for member in group.members}
-    lasting = {key: _lasting(group) for key, group in members.items()}
-    complete = {key for key, names in lasting.items() if names is not None and names <= blocks.get(key, {}).keys()}
-    if not partial:  # other results are in place of those that are missing
-        others = {key for key in missing & complete if blocks[key].keys() - wanted[key].keys()}
-        missing = {key for key in others if not members[key].curvature.needs_results}
-    if runtime is not None:
-        found = runtime.all_gather_objects((missing, complete))
-        missing = set().union(*(keys for keys, _ in found))
-        complete = complete.intersection(*(keys for _, keys in found))
-    if not missing:
+    if not isinstance(loaded, Mapping) or not all(isinstance(tensors, Mapping) for tensors in loaded.values()):
         return state, []
-    for key in missing & lasting.keys():
-        before, kept = blocks.pop(key, {}), (lasting[key] or set()) | {"early weight"}
-        shapes = _shapes(groups, blocks).get(key)
-        if shapes is not None:
-            blocks[key] = {
-                name: torch.zeros(shape, dtype=WHOLE.get(name), device="cpu") for name, shape in shapes.items()
-            }
-            blocks[key] |= {name: before[name] for name in kept & before.keys() if key in complete}
-    return {**state, "blocks": blocks}, sorted(missing)
+    blocks = dict(loaded)
+    wanted, dropped = _shapes(groups, blocks), []
+    members = {member.layer.key: group for group in groups for member in group.members}
+    for key, shapes in wanted.items():
+        names, lasting, given = shapes.keys(), _lasting(members[key]), blocks.get(key, {})
+        others = given.keys() - names and names - given.keys()
+        if others and lasting is not None and lasting <= given.keys() and not members[key].curvature.needs_results:
+            zeros = {name: torch.zeros(shape, dtype=_WHOLE.get(name), device="cpu") for name, shape in shapes.items()}
+            blocks[key] = zeros | {name: given[name] for name in (lasting | {"early weight"}) & given.keys()}
+            dropped.append(key)
+    return ({**state, "blocks": blocks}, dropped) if dropped else (state, [])
 
 
 def _lasting(group: BlockGroup) -> set[str] | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from natgrad.errors import NatgradError, NatgradWarning
 
-from . import old_checkpoint, tensor_file
+from . import tensor_file
 from .files import sync
 
 _STEP, _PARTIAL, _REMOVED = "step-", ".partial", ".replaced"
@@ -179,14 +179,22 @@ def load_latest(
 # --- Files ----------------------------------------------------------------------------------------------------------
 
 
-def _is_old(path: Path) -> bool:
-    return not (path / _DIGESTS).exists() and (path / old_checkpoint.METADATA).exists()
+def _check_format(path: Path) -> None:
+    """Check that a checkpoint is not one of earlier versions, which ``torch.distributed.checkpoint`` wrote.
+
+    Raises:
+        CheckpointError: It is.
+    """
+    if not (path / _DIGESTS).exists() and (path / ".metadata").exists():
+        raise CheckpointError(
+            f"checkpoint {path} was written by an earlier version of natgrad, in a format that is no longer read: end "
+            "the run with that version, or start it anew in another folder"
+        )
 
 
 def _read(path: Path, rank: int, ranks: int) -> dict[str, Any]:
     """Return the state of a rank in a checkpoint, after checking its digests."""
-    if _is_old(path):
-        return old_checkpoint.read(path, rank)
+    _check_format(path)
     own = _RANK.format(rank)
     is_saved = own in _check(path, rank, ranks)
     state = tensor_file.read(path / _SHARED)
@@ -269,10 +277,8 @@ def _is_damaged(path: Path) -> bool:
         CheckpointError: It could not be read for another reason.
     """
     try:
-        if _is_old(path):
-            old_checkpoint.read(path, rank=0)
-        else:
-            _check(path, rank=0, ranks=1)
+        _check_format(path)
+        _check(path, rank=0, ranks=1)
     except Exception as error:  # a damaged file can raise anything
         problem = _problem(path, error)
         if not isinstance(problem, DamagedError):
@@ -287,6 +293,8 @@ def _problem(path: Path, error: Exception) -> CheckpointError:
     After a failure of the system the run must not go on from an older checkpoint, because it would later remove this
     one.
     """
+    if isinstance(error, CheckpointError):
+        return error
     missing = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
     if missing or not isinstance(error, (OSError, MemoryError)):
         return DamagedError(f"checkpoint {path} is damaged or incomplete: {_described(error)}")
