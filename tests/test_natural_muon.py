@@ -188,24 +188,13 @@ def test_long_layers_keep_factors_and_momentum_in_another_dtype(dtypes, load):
     before = [step(first) for _ in range(3)][-1]
     first.preconditioner.detach()
     second = natgrad.NaturalMuon(model, dtype=dtypes[1])
-    with pytest.warns(natgrad.NatgradWarning, match=r"lacks the curvature of 0\.weight.* dtype"):
+    with pytest.warns(natgrad.NatgradWarning, match=r"the results of 0\.weight for another dtype"):
         load(second, first)
     loaded = second.preconditioner.state_dict()["blocks"]["0.weight"]
     assert all(torch.equal(loaded[name], before[name]) for name in ("A", "G", "momentum", "weight"))
     after = step(second)
     assert after.keys() != before.keys()
     assert all(after[name].any() for name in after if name.startswith("root"))
-
-
-def test_a_copy_goes_on_as_the_original():
-    model = Network()
-    optimizer = natgrad.NaturalMuon(model, interval=3)
-    train(model, optimizer, 0, 4)
-    other, copied = copy.deepcopy((model, optimizer))
-    train(model, optimizer, 4, 8)
-    train(other, copied, 4, 8)
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two)
 
 
 def test_frozen_layers_stay_and_a_layer_that_is_not_used_too():

@@ -11,6 +11,7 @@ from torch import nn
 import natgrad
 from natgrad.capture import Capture
 from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, by_sample
+from natgrad.state.averages import live_averages
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, convolutions, total_loss
@@ -215,13 +216,13 @@ def test_solves_read_live_statistics_beside_what_parts_have_made():
         total_loss(model(torch.randn(5, 3).double()), 5).backward()
         preconditioner.step()
     (stack,) = preconditioner._structure.groups
-    given = {**stack.computed(slice(None)), **stack.live_averages(slice(None))}
+    given = {**stack.state.results, **live_averages(stack, slice(None))}
     assert set(given) == {"QA", "vA", "QG", "vG", "S", "s"}
     weight = 1 - 0.95**3
-    torch.testing.assert_close(given["S"], stack.averages["S"] / weight)
-    torch.testing.assert_close(given["s"], stack.averages["s"] / weight)
+    torch.testing.assert_close(given["S"], stack.state.averages["S"] / weight)
+    torch.testing.assert_close(given["s"], stack.state.averages["s"] / weight)
     given["S"].zero_()
-    assert stack.averages["S"].any()
+    assert stack.state.averages["S"].any()
 
 
 # --- Memory -------------------------------------------------------------------------------------------------------

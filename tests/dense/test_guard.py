@@ -268,9 +268,9 @@ def poison(preconditioner, layer):
     for group in preconditioner._structure.groups:
         for member in group.members:
             if member.layer.key.startswith(layer):
-                for name in group.results:
+                for name in group.state.results:
                     if name not in ("samples", "damping"):
-                        group.results[name][member.blocks] = math.nan
+                        group.state.results[name][member.blocks] = math.nan
 
 
 def test_the_last_good_result_is_used_until_a_decomposition_succeeds():
@@ -315,7 +315,7 @@ def test_unusable_curvature_gives_no_update_until_the_next_refresh(values):
     reference, xs = Reference(inverses=lambda step: 4), batches(6)
     dense.assert_equal(take(model, preconditioner, xs[0]), reference.see(xs[0]))
     for name, value in values.items():
-        preconditioner._structure.groups[1].results[name].fill_(value)
+        preconditioner._structure.groups[1].state.results[name].fill_(value)
     for x in xs[1:4]:
         expected, found = reference.see(x), take(model, preconditioner, x)
         dense.assert_equal({"0": found["0"]}, {"0": expected["0"]})
@@ -344,7 +344,7 @@ def test_only_the_unusable_block_of_a_convolution_gets_no_update():
         model.zero_grad()
         model(torch.randn(5, 4, 3, 3, generator=generator, dtype=torch.float64)).square().mean().backward()
         if step:
-            preconditioner._structure.groups[0].results["QA"][1] = math.nan
+            preconditioner._structure.groups[0].state.results["QA"][1] = math.nan
         preconditioner.step()
     assert model.weight.grad[:3].all()
     assert model.weight.grad.isfinite().all()

@@ -9,6 +9,7 @@ from torch import nn
 import natgrad
 from natgrad import linalg
 from natgrad.linalg import iterative
+from natgrad.state.averages import corrected
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, convolutions, total_loss
 from tests.dense.test_sides import kept
@@ -128,15 +129,16 @@ def test_the_basis_that_is_held_is_within_the_tolerance():
     skipped = 0
     for step in range(30):
         held = {
-            id(stack): stack.results.get("QA", torch.zeros(0)).clone() for stack in preconditioner._structure.groups
+            id(stack): stack.state.results.get("QA", torch.zeros(0)).clone()
+            for stack in preconditioner._structure.groups
         }
         backward(model, batch(step))
         preconditioner.step()
         for stack in preconditioner._structure.groups:
-            skipped += torch.equal(held[id(stack)], stack.results["QA"])
-            for side, factor in stack.corrected(slice(None), ("A", "G")).items():
+            skipped += torch.equal(held[id(stack)], stack.state.results["QA"])
+            for side, factor in corrected(stack, slice(None), ("A", "G")).items():
                 exact = linalg.symmetric(factor)
-                Q, v = stack.results[f"Q{side}"], stack.results[f"v{side}"]
+                Q, v = stack.state.results[f"Q{side}"], stack.state.results[f"v{side}"]
                 assert (((Q * v[:, None, :]) @ Q.mT - exact).norm() <= tolerance * exact.norm() * (1 + 1e-9)).all()
     assert 10 <= skipped < 60
 
@@ -168,7 +170,7 @@ def test_a_failed_decomposition_keeps_the_last_good_one(monkeypatch):
     for step in range(2):
         backward(model, batch(step))
         preconditioner.step()
-    held = preconditioner._structure.groups[0].results["QA"].clone()
+    held = preconditioner._structure.groups[0].state.results["QA"].clone()
 
     def fail(matrices):
         zeros = torch.zeros_like(matrices)
@@ -177,9 +179,9 @@ def test_a_failed_decomposition_keeps_the_last_good_one(monkeypatch):
     monkeypatch.setattr(iterative, "eigh", fail)
     backward(model, batch(2))
     preconditioner.step()
-    assert torch.equal(preconditioner._structure.groups[0].results["QA"], held)
+    assert torch.equal(preconditioner._structure.groups[0].state.results["QA"], held)
     assert all(p.grad.isfinite().all() for p in model.parameters())
     monkeypatch.setattr(iterative, "eigh", linalg.eigh)
     backward(model, batch(3))
     preconditioner.step()
-    assert not torch.equal(preconditioner._structure.groups[0].results["QA"], held)
+    assert not torch.equal(preconditioner._structure.groups[0].state.results["QA"], held)

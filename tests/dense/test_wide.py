@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import natgrad
-from natgrad.state import block_group
+from natgrad.preconditioner.gradients import preconditioning
 from tests.dense import reference as dense
 
 
@@ -45,7 +45,7 @@ def total_loss(model, x):
 @pytest.mark.parametrize("curvature", [{"form": "eigen"}, {"form": "inverse"}, {"form": "inverse", "pi": False}])
 @pytest.mark.parametrize("at_once", [2**21, 1])
 def test_wide_layers_are_the_dense_reference(curvature, at_once, monkeypatch):
-    monkeypatch.setattr(block_group, "_PIECE", at_once)
+    monkeypatch.setattr(preconditioning, "_PIECE", at_once)
     model = Network().double()
     reference = dense.twin(model)
     preconditioner = natgrad.Preconditioner(

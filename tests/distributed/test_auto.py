@@ -86,7 +86,7 @@ def of_rows(kind, placement, memory, count):
     kept = [
         tensor
         for group in training.preconditioner._structure.groups
-        for own in (group.averages, group.results, group.memory)
+        for own in (group.state.averages, group.state.results, group.state.memory)
         for tensor in own.values()
     ]
     return training.preconditioner.plan.held(place()[0]), sum(t.numel() * t.element_size() for t in kept)

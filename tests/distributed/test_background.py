@@ -252,7 +252,7 @@ def test_staleness_never_exceeds_its_bound(factors, inverses, staleness):
         preconditioner.step()
         if step and step % inverses == 0:
             begun[step] = (step - 1) // factors * factors
-        used = round(float(preconditioner._structure.groups[0].results["vA"])) - 1
+        used = round(float(preconditioner._structure.groups[0].state.results["vA"])) - 1
         due = [start for start in begun if step >= min(start + staleness, start + inverses)]
         assert used == begun[max(due, default=0)]
         assert step - max(due, default=0) < inverses + staleness

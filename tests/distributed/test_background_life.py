@@ -154,10 +154,10 @@ def change():
     training = started(replace(CASE, wrapped=False, options={"gradients": "reduce"}))
     before = training.preconditioner.metrics()["inverse_updates"]
     training.model[0].requires_grad_(False)
-    vectors = training.preconditioner._structure.groups[-1].results["inverse_A"].clone()
+    vectors = training.preconditioner._structure.groups[-1].state.results["inverse_A"].clone()
     training.step(UNDER_WAY)  # has to collect what is under way, of all layers but the one that is gone
     names = [member.layer.name for stack in training.preconditioner._structure.groups for member in stack.members]
-    changed = not torch.equal(vectors, training.preconditioner._structure.groups[-1].results["inverse_A"])
+    changed = not torch.equal(vectors, training.preconditioner._structure.groups[-1].state.results["inverse_A"])
     updates = training.preconditioner.metrics()["inverse_updates"] - before
     training.model[0].requires_grad_(True)
     for step in range(UNDER_WAY + 1, 12):
@@ -181,7 +181,7 @@ def move():
         training.optimizer.zero_grad()
         torch.nn.functional.cross_entropy(training.model(x.float()), y).backward()
         training.preconditioner.step()
-    held = training.preconditioner._structure.groups[0].results
+    held = training.preconditioner._structure.groups[0].state.results
     assert all(value.dtype == torch.float32 for value in held.values())
     assert all(value.isfinite().all() for value in held.values())
     assert training.preconditioner.metrics()["inverse_updates"] == 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import natgrad
-from natgrad.preconditioner.refresh.decisions import KEPT, REFRESHED
+from natgrad.state.decisions import KEPT, REFRESHED
 from tests.distributed.jobs import messages, place
 from tests.distributed.test_background import (
     Case,
@@ -122,8 +122,8 @@ def save_on_the_way(rule, stop):
     for step in range(stop):
         before.step(step)
     live = {
-        member.layer.key: stack.decisions.outcome(index)
-        for stack in before.preconditioner._structure.groups
+        member.layer.key: decisions.outcome(index)
+        for stack, decisions in before.preconditioner._structure.decisions.items()
         for index, member in enumerate(stack.members)
     }
     after.load(before.state(gather=False))

@@ -40,7 +40,7 @@ class Trouble(Training):
         for stack in self.preconditioner._structure.groups:
             for member in stack.members:
                 if stack.role.is_gradient_worker and member.layer.key.startswith("3"):
-                    stack.results["QG"][member.blocks] = math.nan
+                    stack.state.results["QG"][member.blocks] = math.nan
 
 
 class broken:  # noqa: N801

@@ -66,7 +66,7 @@ def train(curvatures, options):
         optimizer.step()
         if step % 2:
             preconditioner.next_epoch()
-    assert all(all(stack.ready) for stack in preconditioner._structure.groups if stack.role.is_gradient_worker)
+    assert all(all(stack.state.ready) for stack in preconditioner._structure.groups if stack.role.is_gradient_worker)
     return dict(model.state_dict())
 
 

@@ -28,12 +28,11 @@ def follow(job, steps):
     training, seen = Training(job), []
     for step in steps:
         training.step(step)
-        stacks = training.preconditioner._structure.groups
+        decided = training.preconditioner._structure.decisions
         seen.append(
             {
-                member.layer.key: stack.decisions.outcome(index)
-                for stack in stacks
-                if stack.decisions is not None
+                member.layer.key: decisions.outcome(index)
+                for stack, decisions in decided.items()
                 for index, member in enumerate(stack.members)
             }
         )

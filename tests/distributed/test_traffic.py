@@ -193,7 +193,7 @@ def held_on(placement):
     kept = [
         tensor
         for stack in preconditioner._structure.groups
-        for own in (stack.averages, stack.results)
+        for own in (stack.state.averages, stack.state.results)
         for tensor in own.values()
     ]
     explained = sum(row.bytes for row in preconditioner.explain().rows)

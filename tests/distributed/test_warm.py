@@ -134,7 +134,7 @@ def narrow(steps, dtype):
         cross_entropy(wrapped(share(x)), share(y)).backward()
         preconditioner.step()
         optimizer.step()
-    held = preconditioner._structure.groups[0].results
+    held = preconditioner._structure.groups[0].state.results
     Q = held.read("QA", slice(None)).float()
     skew = float((Q.mT @ Q - torch.eye(Q.shape[-1])).norm())
     return {name: value.clone() for name, value in model.state_dict().items()}, skew, rank

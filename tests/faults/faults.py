@@ -296,7 +296,7 @@ _add(
     "second_moments_restart",
     "EKFAC's second moments go on averaging over eigenbases instead of beginning anew with each.",
     "dense/test_ekfac.py::test_moments_begin_anew_with_each_basis",
-    ("state.block_group:BlockGroup.restart", "task.restarts if self.averages else ()", "()"),
+    ("state.averages:restart", "task.restarts if group.state.averages else ()", "()"),
 )
 _add(
     "second_moments_correction",
@@ -583,7 +583,7 @@ _add(
     "roots_required",
     "Natural Muon takes the plain gradient of a matrix that has no roots yet.",
     "test_natural_muon.py::test_an_expert_that_is_reached_between_two_refreshes_moves_by_muon",
-    ("state.block_group:BlockGroup.solve", "and self.curvature.needs_results", ""),
+    ("preconditioner.gradients.preconditioning:_solve", "and group.curvature.needs_results", ""),
 )
 _add(
     "momentum_lost",

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.preconditioner.refresh.decisions import KEPT, REFRESHED
+from natgrad.state.decisions import KEPT, REFRESHED
 from tests.every import DAMPING, EVERY, Training, batch
 
 EVERY_OTHER = {"factors": 1, "inverses": 2}
@@ -155,9 +155,9 @@ def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
     training = Training(natgrad.KFAC, refresh=natgrad.Adaptive(natgrad.TraceRule(upper=0.6), inverses=2))
     for step in range(2):
         training.step(batch(step))
-    for stack in training.preconditioner._structure.groups:
+    for stack, decided in training.preconditioner._structure.decisions.items():
         for index in range(len(stack.members)):
-            stack.decisions.end_refresh(index, failed=True)  # so that all are renewed at step 2
+            decided.end_refresh(index, failed=True)  # so that all are renewed at step 2
     fails.append(True)
     training.step(batch(2))
     failed = training.preconditioner.state_dict()
@@ -208,7 +208,7 @@ def test_what_is_found_unusable_is_refreshed_whatever_the_rule_decides():
     training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6), **EVERY_OTHER), 8)
     assert decisions(states[-1])["head.weight"] == KEPT
     stack = next(s for s in training.preconditioner._structure.groups if s.members[0].layer.key == "head.weight")
-    stack.failures.record_unusable(slice(None), torch.ones(stack.size, dtype=torch.bool, device=stack.device))
+    stack.state.failures.record_unusable(slice(None), torch.ones(stack.size, dtype=torch.bool, device=stack.device))
     training.step(batch(8))
     assert decisions(training.preconditioner.state_dict())["head.weight"] == REFRESHED
 
@@ -242,8 +242,8 @@ def test_what_drift_is_compared_with_counts_as_memory():
     more = (sum(row.bytes for row in each.preconditioner.explain().rows) for each in (drifting, plain))
     kept = sum(
         tensor.nbytes
-        for stack in drifting.preconditioner._structure.groups
-        for tensor in stack.decisions.last_averages.values()
+        for decisions in drifting.preconditioner._structure.decisions.values()
+        for tensor in decisions.last_averages.values()
     )
     assert next(more) - next(more) == kept > 0
 

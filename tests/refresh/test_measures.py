@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.preconditioner.refresh.decisions import DecisionState, is_measurable
+from natgrad.state.decisions import DecisionState, is_measurable
 from tests.every import Network, batch
 
 
@@ -85,7 +85,7 @@ def test_the_trace_of_a_table_is_that_of_its_merged_factors():
     cross_entropy(model(torch.randint(7, (6, 2))), torch.arange(6) % 3).backward()
     preconditioner.step()
     table = next(stack for stack in preconditioner._structure.groups if stack.members[0].layer.form == "one-hot")
-    expected = table.results["vA"].sum() * table.results["vG"].sum()
+    expected = table.state.results["vA"].sum() * table.state.results["vG"].sum()
     assert DecisionState(table, "trace").measure(0.0)[0] == pytest.approx(float(expected), rel=1e-10)
 
 
@@ -102,18 +102,18 @@ def test_drift_is_that_of_whole_matrices(curvature):
     """A layer's blocks count together, and of its factors the one that has moved most."""
     preconditioner = trained(curvature, steps=2)
     before = factors(preconditioner)
-    for stack in preconditioner._structure.groups:
-        stack.decisions = DecisionState(stack, "drift")
-        assert stack.decisions.measure(0.0) == [inf] * len(stack.members)
+    decided = {stack: DecisionState(stack, "drift") for stack in preconditioner._structure.groups}
+    for stack, decisions in decided.items():
+        assert decisions.measure(0.0) == [inf] * len(stack.members)
         for index in range(len(stack.members)):
-            stack.decisions.record(index, inf, refreshed=True)
+            decisions.record(index, inf, refreshed=True)
     x, y = batch(7)
     cross_entropy(preconditioner._model(x), y).backward()
     preconditioner.step()
     drifts = {
         member.layer.key: drift
-        for stack in preconditioner._structure.groups
-        for member, drift in zip(stack.members, stack.decisions.measure(0.0), strict=True)
+        for stack, decisions in decided.items()
+        for member, drift in zip(stack.members, decisions.measure(0.0), strict=True)
     }
     for key, now in factors(preconditioner).items():
         moved = max(float((now[name] - before[key][name]).norm() / before[key][name].norm()) for name in now)

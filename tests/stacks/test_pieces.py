@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from natgrad import KFAC, Preconditioner
-from natgrad.state import block_group
-from natgrad.state.block_group import BlockGroup
+from natgrad.preconditioner.gradients import preconditioning
 from tests.every import EVERY, Training, batch
 
 LIMIT = 2**26
@@ -16,15 +15,15 @@ LIMIT = 2**26
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 def test_a_training_is_that_without_pieces(make, monkeypatch):
     whole, cut = Training(make), Training(make)
-    live_averages, solved = BlockGroup.live_averages, []
+    live_averages, solved = preconditioning.live_averages, []
 
     def counted(group, blocks):
         solved.append(len(range(group.size)[blocks]) if isinstance(blocks, slice) else len(blocks))
         return live_averages(group, blocks)
 
-    monkeypatch.setattr(BlockGroup, "live_averages", counted)
+    monkeypatch.setattr(preconditioning, "live_averages", counted)
     for training, most in ((whole, LIMIT), (cut, 1)):
-        monkeypatch.setattr(block_group, "_PIECE", most)
+        monkeypatch.setattr(preconditioning, "_PIECE", most)
         torch.manual_seed(2)
         for step in range(4):
             training.step(batch(step))

@@ -17,6 +17,7 @@ from natgrad.averaging.exchange import Exchange, Packing, PendingAverage
 from natgrad.averaging.nodes import Grid
 from natgrad.errors import AveragingError, require
 from natgrad.preconditioner import Preconditioner
+from natgrad.state.averages import allocate_averages, bias_corrections
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.tensors import along
 
@@ -323,14 +324,14 @@ class Factors(AveragedTensors):
         for group in self._preconditioner._structure.groups:
             names = [spec.name for spec in group.statistics if spec.name not in group.restarting]
             if group.role.keeps_averages and names:
-                group.allocate_averages()
-                yield group, group.weights, names
+                allocate_averages(group)
+                yield group, bias_corrections(group), names
 
     def _read(self) -> list[Tensor]:
         tensors = []
         for group, weights, names in self._groups():
             tensors += [weight.clone() for weight in weights]
-            tensors += [group.averages.read(name, slice(None)) for name in names]
+            tensors += [group.state.averages.read(name, slice(None)) for name in names]
         return tensors
 
     def _write(self, tensors: Sequence[Tensor]) -> None:
@@ -338,14 +339,14 @@ class Factors(AveragedTensors):
         for group, weights, names in self._groups():
             merged_weights, weight = [next(merged) for _ in weights], weights[0]
             for name in names:
-                group.averages.write(name, slice(None), next(merged))
+                group.state.averages.write(name, slice(None), next(merged))
             # The other averages are divided by the same weight later, so they are scaled with it.
             smallest = torch.finfo(weight.dtype).tiny
             gain = torch.where(weight > 0, merged_weights[0] / weight.clamp(min=smallest), 1)
             for spec in group.statistics:
                 if spec.name not in names:
-                    value = group.averages.read(spec.name, slice(None))
-                    group.averages.write(spec.name, slice(None), value * along(gain, value.ndim - 1))
+                    value = group.state.averages.read(spec.name, slice(None))
+                    group.state.averages.write(spec.name, slice(None), value * along(gain, value.ndim - 1))
             torch._foreach_copy_(weights, merged_weights)
 
 

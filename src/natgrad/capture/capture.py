@@ -36,6 +36,7 @@ from natgrad.linalg.device import known_all
 from natgrad.linalg.products import full_products
 from natgrad.refresh.rule import Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.results import read_for_capture
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -372,7 +373,7 @@ class Capture:
     def _accumulate(self, name: str, inputs: Rows, gradients: Rows, scale: float) -> None:
         """Add the rows of a layer to its sums."""
         group, member = self._members[name]
-        computed = group.read_for_capture(member) if group.computed_for_capture else None
+        computed = read_for_capture(group, member) if group.computed_for_capture else None
         self.sums.add(name, lambda sums: group.curvature.accumulate(sums, inputs, gradients, scale, computed))
 
     def _pool(self, name: str, task: int, inputs: Rows, gradients: Rows, scale: float) -> None:

@@ -407,7 +407,7 @@ class StatisticsBuffer:
 
     def note_basis_versions(self) -> None:
         """Record the basis versions at the beginning of a step; called at the same time on all ranks."""
-        self.basis_version = {id(group): list(group.basis_version) for group in self._groups}
+        self.basis_version = {id(group): list(group.state.basis_version) for group in self._groups}
 
     def reset(self) -> None:
         """Begin the next step."""

@@ -16,6 +16,9 @@ from natgrad.preconditioner.structure import Structure
 from natgrad.printed import Printed
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.counters import StepCounters
+from natgrad.state.decisions import DecisionState
+from natgrad.state.results import written
+from natgrad.state.tensors import packed_shape, spec_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,7 @@ def explain(
     total = sum(task.cost * group.size for group in structure.groups for task in group.tasks) or 1.0
     rows = [Row(parameter=left.parameter, shape=left.shape, reason=left.reason) for left in structure.coverage.left]
     for group in structure.groups:
-        work = sum(task.cost for task in group.tasks)
+        work, decisions = sum(task.cost for task in group.tasks), structure.decisions.get(group)
         for layer in (member.layer for member in group.members):
             if layer.key in reasons:
                 reason = reasons[layer.key]
@@ -136,17 +139,35 @@ def explain(
                         parameter=slot.label,
                         shape=slot.shape,
                         curvature=repr(group.curvature),
-                        kept=group.decisions is not None and group.decisions.keeps(layer),
+                        kept=decisions is not None and decisions.keeps(layer),
                         owners=dict(structure.plan.assignments[layer.key].owners) if first else None,
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,
-                        bytes=group.bytes_per_block() * layer.blocks if first else 0,
+                        bytes=_bytes_per_block(group, decisions) * layer.blocks if first else 0,
                         preconditioned=layer.key in preconditioned,
                         fallback="last good" if layer.key in stale else "",
                         reduction=reductions.of(layer.name) if reductions.is_mapping else "",
                     )
                 )
     return Explanation(sorted(rows, key=lambda row: structure.coverage.order[row.parameter]), note)
+
+
+def _bytes_per_block(group: BlockGroup, decisions: DecisionState | None) -> int:
+    """Return the bytes on this rank for one block: running averages, results and state."""
+    kept = [
+        *(
+            (packed_shape(spec), spec_dtype(spec, group.factor_dtype))
+            for spec in group.statistics
+            if group.role.keeps_averages
+        ),
+        *(
+            (spec.shape, spec_dtype(spec, group.solve_dtype))
+            for spec in (*written(group, group.state.rows), *group.memory_specs)
+            if group.role.is_gradient_worker
+        ),
+    ]
+    compared = 0 if decisions is None else decisions.bytes_per_block
+    return compared + sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
 
 
 def describe_damping(damping: float, groups: Iterable[BlockGroup]) -> str:

@@ -447,16 +447,16 @@ class Preconditioner:
             )
             keys, decided = usable, scheduler.selects_layers and bool(usable)
             if scheduler.selects_layers:
-                keys = scheduler.select_layers(structure.groups, usable, damping, progress.step)
+                keys = scheduler.select_layers(structure.decisions, usable, damping, progress.step)
                 if structure.shares_work:
-                    share_decisions(structure.groups, self._communicator)
+                    share_decisions(structure.decisions, self._communicator)
             work = structure.groups, structure.plan, self._communicator, keys, damping
             if self._refreshes_in_background:
                 if not self._background.begin(*work, progress) and decided:
                     progress.record_inverses(due)
                 return
             updated = run_tasks(*work, self._failures, structure.precision.wire, reads=due)
-            scheduler.end_refresh(structure.groups, keys)
+            scheduler.end_refresh(structure.decisions, keys)
             decided = decided or updated or rows_updated
             if self._agreed(decided) if begins else decided or structure.shares_work:
                 progress.record_inverses(due)
@@ -505,7 +505,7 @@ class Preconditioner:
                 )
             finally:
                 if not self._background.keys:
-                    self._scheduler.end_refresh(structure.groups, keys)
+                    self._scheduler.end_refresh(structure.decisions, keys)
 
     def _choose_statistics(self) -> None:
         """Choose what the hooks capture in the next step."""
@@ -628,7 +628,7 @@ class Preconditioner:
             "damping": self._progress.damping,
             "kl_scale": self._clip.last,
             **self._failures.metrics(),
-            **self._scheduler.metrics(self._structure.groups),
+            **self._scheduler.metrics(self._structure.decisions),
             **self._epochs.metrics(self._structure.groups),
             "plain_layers": len(self._inspection.reasons),
         }
@@ -793,7 +793,8 @@ class Preconditioner:
             self._collect_refresh(at_once=True)
             if not self._communicator.any(bool(self._capture.backwards)):  # the next passes use the new results
                 self._capture.sums.note_basis_versions()
-        blocks, counted = states.snapshot(self._structure.ahead().groups), self._failures.state_dict()
+        ahead = self._structure.ahead()
+        blocks, counted = states.snapshot(ahead.groups, ahead.decisions), self._failures.state_dict()
         if gather and self._structure.shares_work:
             blocks, counted = states.union(blocks, counted, self._communicator)
         return {
@@ -820,15 +821,15 @@ class Preconditioner:
                 ValueError.
         """
         self._follow_model()
-        progress, groups = self._progress, self._structure.groups
+        progress, groups, decisions = self._progress, self._structure.groups, self._structure.decisions
         dropped: list[str] = []
         if not self._structure.shares_work:  # all ranks must drop the same results
-            state, dropped = states.without_other_results(state, groups)
+            state, dropped = states.without_other_results(state, groups, decisions)
         counters = {"updates": progress.updates, "watch": self._failures.state_dict()}
-        state = states.checked(state, groups, counters)
+        state = states.checked(state, groups, counters, decisions)
         self._scheduler.check_state(state)
         self._epochs = EpochState.loaded(state["epochs"])
-        states.restore(state["blocks"], groups)
+        states.restore(state["blocks"], groups, decisions)
         self._background.drop(progress)
         progress.load_state_dict(state)
         self._failures.load_state_dict(state["watch"])

@@ -20,10 +20,10 @@ from natgrad.linalg.device import memory_of, on_host
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.preconditioner.compatibility import check_combinations
 from natgrad.preconditioner.coverage import cover
-from natgrad.preconditioner.refresh.decisions import DecisionState, check_use
 from natgrad.refresh import RefreshRule
 from natgrad.state import state as states
 from natgrad.state.block_group import BlockGroup, RankRole
+from natgrad.state.decisions import DecisionState, check_use
 from natgrad.state.tensors import packed_shape, spec_dtype
 
 
@@ -35,6 +35,7 @@ class Structure:
         precision: The dtypes.
         coverage: Which parameter has which curvature.
         groups: The blocks.
+        decisions: The decisions on groups that the refresh rule measures.
         plan: The assignment of layers to ranks.
     """
 
@@ -66,9 +67,18 @@ class Structure:
         self.plan = self._planned()
         check_combinations(self.coverage.layers, self.plan.placement, self._refresh, self._ranks)
         self._assignments.update(self.plan.assignments)
-        self.groups = group_layers(self.coverage.layers, self.precision, self.plan, self._rank, self._factor)
-        if self._refresh is not None:
-            self._prepare_refresh(self._refresh)
+        rule = self._refresh
+        self.groups = group_layers(
+            self.coverage.layers,
+            self.precision,
+            self.plan,
+            self._rank,
+            self._factor,
+            separate=rule is not None and rule.separate,
+        )
+        measure = None if rule is None else rule.measure
+        measured = [] if measure is None else [group for group in self.groups if not group.gathered]
+        self.decisions = {group: DecisionState(group, measure) for group in measured if measure is not None}
 
     @property
     def slots(self) -> list[Slot]:
@@ -89,13 +99,6 @@ class Structure:
     def shares_work(self) -> bool:
         """Whether ranks are workers of some layers only, and exchange preconditioned gradients."""
         return self.plan.columns > 1
-
-    def _prepare_refresh(self, rule: RefreshRule) -> None:
-        """Prepare the groups for a refresh rule."""
-        for group in self.groups:
-            group.inputs_apart = rule.separate and 0 < len(group.input_statistics) < len(group.statistics)
-            if rule.measure is not None and not group.gathered:
-                group.decisions = DecisionState(group, rule.measure)
 
     def digest(self) -> int:
         """Return a number that is the same on ranks with the same plan for the same layers."""
@@ -133,10 +136,10 @@ class Structure:
 
     def rebuild(self) -> None:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state."""
-        known, rows = states.blocks(self.groups), self.plan.rows
+        known, rows = states.blocks(self.groups, self.decisions), self.plan.rows
         self._build()
         self.plan = replace(self.plan, rows={key: count for key, count in rows.items() if key in self.plan.layers})
-        states.restore(states.fitting(known, self.groups), self.groups)
+        states.restore(states.fitting(known, self.groups, self.decisions), self.groups, self.decisions)
 
     def ahead(self) -> Structure:
         """Return a rebuilt copy if the model has changed, otherwise this object. Sends nothing.
@@ -165,7 +168,7 @@ class Structure:
     def move(self) -> bool:
         """Move all tensors to where the parameters are now; return whether any was elsewhere."""
         moved = [
-            group.follow() for group in self.groups
+            states.follow(group, self.decisions.get(group)) for group in self.groups
         ]  # a list, because `any` alone would stop at the first group that has moved
         return any(moved)
 
@@ -176,6 +179,8 @@ def group_layers(
     plan: Plan[str],
     rank: int,
     factor: Callable[[Layer], float] = lambda _: 1.0,
+    *,
+    separate: bool = False,
 ) -> list[BlockGroup]:
     """Put layers with the same curvature, sizes, dtype, device, workers and damping into one group, in their order."""
     groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], RankRole, float]] = {}
@@ -185,7 +190,7 @@ def group_layers(
         key = (id(curvature), layer.outputs, layer.inputs, *place, own)
         groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
     return [
-        BlockGroup(curvature, members, precision, role, own_factor)
+        BlockGroup.of(curvature, members, precision, role, own_factor, separate=separate)
         for curvature, members, role, own_factor in groups.values()
     ]
 

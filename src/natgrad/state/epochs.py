@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.curvature.rows import EPOCH_GRADIENT
 from natgrad.distributed import Communicator
 from natgrad.errors import NatgradWarning, require
+from natgrad.state.averages import allocate_averages, allocate_memory
 from natgrad.state.block_group import BlockGroup
 
 PATIENCE = 1000
@@ -23,8 +24,8 @@ PATIENCE = 1000
 def add_gradients(group: BlockGroup, W: Tensor, blocks: slice | Tensor) -> None:
     """Add the finite gradients ``[n, o, i]`` of some blocks to those of the epoch, if the choice of rows needs them."""
     if sums_gradients(group):
-        group.allocate_averages()
-        total = group.allocate_memory()[EPOCH_GRADIENT]
+        allocate_averages(group)
+        total = allocate_memory(group)[EPOCH_GRADIENT]
         total[blocks] += W.flatten(1).nan_to_num(0.0, 0.0, 0.0).to(total.dtype)
 
 
@@ -75,8 +76,8 @@ class EpochState:
         if groups:
             square = 0.0
             for group in groups:
-                if group.role.is_gradient_worker and group.memory:
-                    total = group.memory[EPOCH_GRADIENT]
+                if group.role.is_gradient_worker and group.state.memory:
+                    total = group.state.memory[EPOCH_GRADIENT]
                     square += float(total.square().sum(dtype=torch.float64))
                     total.zero_()
             # Each worker of a layer adds its share, so that all ranks use the same number.
@@ -87,7 +88,7 @@ class EpochState:
 
     def metrics(self, groups: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
         """Return the epoch, the number of rows in use on this rank, and whether KID selected them."""
-        rows = [group.rows for group in groups if group.gathered]
+        rows = [group.state.rows for group in groups if group.gathered]
         if not rows:
             return {}
         return {"epoch": self.epoch, "rows": max(rows), "kid": float(bool(self.used))}

@@ -12,7 +12,10 @@ from natgrad.distributed import Communicator
 from natgrad.errors import require
 from natgrad.schedule import check_whole, is_whole
 from natgrad.specs import TensorSpec
+from natgrad.state.averages import allocate_averages, allocate_memory
 from natgrad.state.block_group import BlockGroup
+from natgrad.state.decisions import Decisions, DecisionState
+from natgrad.state.results import allocate_results, padded, record_results, resize, rows_of, sized_by_batch, written
 from natgrad.state.tensors import StateTensors
 
 FORMAT = 1
@@ -35,44 +38,62 @@ def _stores(group: BlockGroup) -> list[StateTensors]:
     """Allocate and return the tensors of a group that this rank keeps by its role."""
     stores = []
     if group.role.keeps_averages:
-        group.allocate_averages()
-        stores.append(group.averages)
+        allocate_averages(group)
+        stores.append(group.state.averages)
     if group.role.is_gradient_worker:
-        stores += [group.allocate_results(), group.allocate_memory()]
+        stores += [allocate_results(group), allocate_memory(group)]
     return stores
 
 
-def blocks(groups: list[BlockGroup]) -> Blocks:
+def follow(group: BlockGroup, decisions: DecisionState | None) -> bool:
+    """Move all tensors to the device and dtypes of the parameters, and return whether these have changed."""
+    state, before = group.state, group.state.place
+    state.place = group.device, group.dtype
+    if state.place == before:
+        return False
+    state.failures.to(group.device)
+    state.weight, state.input_weight = (
+        None if weight is None else weight.to(group.device, group.dtype)
+        for weight in (state.weight, state.input_weight)
+    )
+    state.averages = state.averages.to(group.factor_dtype, group.device)
+    state.results, state.memory = (kept.to(group.solve_dtype, group.device) for kept in (state.results, state.memory))
+    if decisions is not None:
+        decisions.to(group.work_dtype, group.device)
+    return True
+
+
+def blocks(groups: list[BlockGroup], decisions: Decisions) -> Blocks:
     """Return the tensors of this rank's blocks by layer key, also before the first step; views where possible."""
     result: Blocks = {}
     for group in groups:
         stores = _stores(group)
         for member in group.members:
             tensors = {name: store.whole(name, member.blocks) for store in stores for name in store}
-            if group.weight is not None and group.role.keeps_averages:
-                tensors["weight"] = group.weight[member.blocks]
-                if group.input_weight is not None:
-                    tensors["early weight"] = group.input_weight[member.blocks]
+            if group.state.weight is not None and group.role.keeps_averages:
+                tensors["weight"] = group.state.weight[member.blocks]
+                if group.state.input_weight is not None:
+                    tensors["early weight"] = group.state.input_weight[member.blocks]
             if group.role.is_gradient_worker:
-                good = [group.good[task.name][member.blocks] for task in group.tasks]
+                good = [group.state.good[task.name][member.blocks] for task in group.tasks]
                 tensors["renewed"] = torch.tensor(good, device="cpu").T.contiguous()
-                tensors |= group.failures.state(member.blocks)
-            if group.decisions is not None:
-                tensors |= group.decisions.state(member)
+                tensors |= group.state.failures.state(member.blocks)
+            if group in decisions:
+                tensors |= decisions[group].state(member)
             if tensors:
                 result[member.layer.key] = tensors
     return result
 
 
-def snapshot(groups: list[BlockGroup]) -> dict[str, dict[str, Any]]:
+def snapshot(groups: list[BlockGroup], decisions: Decisions) -> dict[str, dict[str, Any]]:
     """Return copies of `blocks` on the host.
 
     Tensors whose size depends on the batch are put into tuples. ``torch.distributed.checkpoint`` loads tensors into
     those of a new model's state, which must have the right size, but loads the contents of tuples as they were saved.
     """
-    unsized = {member.layer.key: group.sized_by_batch for group in groups for member in group.members}
+    unsized = {member.layer.key: sized_by_batch(group) for group in groups for member in group.members}
     copies: dict[str, dict[str, Any]] = {}
-    for key, tensors in blocks(groups).items():
+    for key, tensors in blocks(groups, decisions).items():
         copied = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
         copies[key] = {name: (tensor,) if name in unsized[key] else tensor for name, tensor in copied.items()}
     return copies
@@ -91,7 +112,10 @@ def union(local: Blocks, counters: dict[str, int], runtime: Communicator) -> tup
 
 
 def checked(
-    state: Mapping[str, Any], groups: list[BlockGroup], counters: Mapping[str, Mapping[str, int]]
+    state: Mapping[str, Any],
+    groups: list[BlockGroup],
+    counters: Mapping[str, Mapping[str, int]],
+    decisions: Decisions,
 ) -> Mapping[str, Any]:
     """Return `state` without the tuples of `snapshot`, after checking that it is complete and fits the model.
 
@@ -123,9 +147,11 @@ def checked(
     keys = {member.layer.key for group in groups for member in group.members}
     fits = isinstance(loaded, Mapping) and all(isinstance(tensors, Mapping) for tensors in loaded.values())
     require(fits, "state['blocks']", type(loaded).__name__, "a dict of dicts of tensors")
-    wanted = _shapes(groups, loaded)
-    for verb, names in (("is missing", set(wanted) - set(loaded)), ("is unknown to the model", set(loaded) - keys)):
-        require(not names, "state['blocks']", sorted(names)[:5], f"those of the model: each of these {verb}")
+    wanted = _shapes(groups, decisions, loaded)
+    missing, unknown = sorted(set(wanted) - set(loaded)), sorted(set(loaded) - keys)
+    allowed = "those of the model: each of these is missing; where ranks share the work, save state_dict(gather=True)"
+    require(not missing, "state['blocks']", missing[:5], allowed)
+    require(not unknown, "state['blocks']", unknown[:5], "those of the model: each of these is unknown to it")
     for key, shapes in wanted.items():
         for name, shape in shapes.items():
             tensor = loaded[key].get(name)
@@ -140,7 +166,7 @@ def _check_tensors(loaded: Mapping[str, Mapping[str, Any]], groups: list[BlockGr
     for group in groups:
         for member in group.members:
             tensors, count = loaded.get(member.layer.key, {}), member.stop - member.start
-            results = {spec.name: spec for spec in group.written(group.rows_of(tensors))}
+            results = {spec.name: spec for spec in written(group, rows_of(group, tensors))}
             specs = results | {spec.name: spec for spec in (*group.statistics, *group.memory_specs)}
             specs |= {name: TensorSpec(name, (), nonnegative=True) for name in ("weight", "early weight")}
             for name, tensor in tensors.items():
@@ -159,7 +185,9 @@ def _check_tensors(loaded: Mapping[str, Mapping[str, Any]], groups: list[BlockGr
                     require(fits, place, "a tensor with negative elements", "nonnegative")
 
 
-def without_other_results(state: Mapping[str, Any], groups: list[BlockGroup]) -> tuple[Mapping[str, Any], list[str]]:
+def without_other_results(
+    state: Mapping[str, Any], groups: list[BlockGroup], decisions: Decisions
+) -> tuple[Mapping[str, Any], list[str]]:
     """Drop the results of layers that have them in another form, that of another dtype of `Spectral`.
 
     Returns:
@@ -170,7 +198,7 @@ def without_other_results(state: Mapping[str, Any], groups: list[BlockGroup]) ->
     if not isinstance(loaded, Mapping) or not all(isinstance(tensors, Mapping) for tensors in loaded.values()):
         return state, []
     blocks = dict(loaded)
-    wanted, dropped = _shapes(groups, blocks), []
+    wanted, dropped = _shapes(groups, decisions, blocks), []
     members = {member.layer.key: group for group in groups for member in group.members}
     for key, shapes in wanted.items():
         names, lasting, given = shapes.keys(), _lasting(members[key]), blocks.get(key, {})
@@ -193,15 +221,15 @@ def _lasting(group: BlockGroup) -> set[str] | None:
     return names | ({spec.name for spec in group.memory_specs} if group.role.is_gradient_worker else set())
 
 
-def restore(blocks: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup]) -> None:
+def restore(blocks: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup], decisions: Decisions) -> None:
     """Copy checked blocks into the block groups. Blocks that are not in `blocks` do not change."""
     for group in groups:
         loaded = [blocks[member.layer.key] for member in group.members if blocks.get(member.layer.key)]
         if not loaded:
             continue
         if group.role.is_gradient_worker:
-            most = max(map(group.rows_of, loaded))
-            group.resize(most if len(loaded) == len(group.members) else max(most, group.rows))
+            most = max(rows_of(group, tensors) for tensors in loaded)
+            resize(group, most if len(loaded) == len(group.members) else max(most, group.state.rows))
         stores = _stores(group)
         for member in group.members:
             tensors = blocks.get(member.layer.key, {})
@@ -209,23 +237,25 @@ def restore(blocks: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup]
                 continue
             for store in stores:
                 for name in store:
-                    store.write_whole(name, member.blocks, group.padded(name, tensors[name].to(group.device)))
-            if group.weight is not None and group.role.keeps_averages:
-                group.weight[member.blocks] = tensors["weight"].to(group.weight)
-                if group.input_weight is not None:  # a training with one interval saved one weight
-                    group.input_weight[member.blocks] = tensors.get("early weight", tensors["weight"]).to(group.weight)
+                    store.write_whole(name, member.blocks, padded(group, name, tensors[name].to(group.device)))
+            if group.state.weight is not None and group.role.keeps_averages:
+                group.state.weight[member.blocks] = tensors["weight"].to(group.state.weight)
+                if group.state.input_weight is not None:  # a training with one interval saved one weight
+                    group.state.input_weight[member.blocks] = tensors.get("early weight", tensors["weight"]).to(
+                        group.state.weight
+                    )
             if group.role.is_gradient_worker:
                 for task, success in zip(group.tasks, tensors["renewed"].bool().T.tolist(), strict=True):
                     index = list(range(member.start, member.stop))
-                    group.record_results(task.name, index, success, forget=True)
-                group.failures.load(member.start, tensors, group.device)
-            if group.decisions is not None:
-                group.decisions.restore(member, tensors)
+                    record_results(group, task.name, index, success, forget=True)
+                group.state.failures.load(member.start, tensors, group.device)
+            if group in decisions:
+                decisions[group].restore(member, tensors)
 
 
-def fitting(blocks: Blocks, groups: list[BlockGroup]) -> Blocks:
+def fitting(blocks: Blocks, groups: list[BlockGroup], decisions: Decisions) -> Blocks:
     """Return the `blocks` whose shapes fit the groups."""
-    wanted = _shapes(groups, blocks)
+    wanted = _shapes(groups, decisions, blocks)
     return {
         key: tensors
         for key, tensors in blocks.items()
@@ -249,7 +279,7 @@ def _unpacked(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _shapes(
-    groups: list[BlockGroup], loaded: Mapping[str, Mapping[str, Tensor]]
+    groups: list[BlockGroup], decisions: Decisions, loaded: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of the tensors that each layer's blocks need, where sizes by batch are those of `loaded`."""
     wanted = {}
@@ -260,11 +290,11 @@ def _shapes(
             if group.role.keeps_averages:
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in group.statistics}}
             if group.role.is_gradient_worker:
-                written = (*group.written(group.rows_of(loaded.get(member.layer.key, {}))), *group.memory_specs)
-                shapes |= {"renewed": (n, len(group.tasks)), **group.failures.shapes(n)}
-                shapes |= {spec.name: (n, *spec.shape) for spec in written}
-            if group.decisions is not None:  # if any of these is missing, the decisions start from their initial state
-                remembered = group.decisions.shapes(member)
+                held = (*written(group, rows_of(group, loaded.get(member.layer.key, {}))), *group.memory_specs)
+                shapes |= {"renewed": (n, len(group.tasks)), **group.state.failures.shapes(n)}
+                shapes |= {spec.name: (n, *spec.shape) for spec in held}
+            if group in decisions:  # if any of these is missing, the decisions start from their initial state
+                remembered = decisions[group].shapes(member)
                 shapes |= remembered if loaded.get(member.layer.key, {}).keys() >= remembered.keys() else {}
             if shapes:
                 wanted[member.layer.key] = shapes

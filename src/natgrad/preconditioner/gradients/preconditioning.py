@@ -16,12 +16,17 @@ from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.guard import FailureCounters
-from natgrad.state.block_group import BlockGroup
+from natgrad.state.averages import allocate_memory, live_averages
+from natgrad.state.block_group import BlockGroup, LayerBlocks, charge
 from natgrad.state.epochs import add_gradients
 from natgrad.state.failures import Level
+from natgrad.state.results import read_results
+from natgrad.state.tensors import along
 
 # Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.
 _BUCKET = 2**26
+# The bytes of gradients that are preconditioned together, which bounds the memory of intermediate results.
+_PIECE = 2**26
 # From this number of elements on, inner products on a CPU are computed one by one.
 _LONG = 8192
 
@@ -51,8 +56,8 @@ def precondition(
                 entry.gather(received)
                 started = perf_counter()
                 add_gradients(entry.group, entry.W, entry.blocks)
-                entry.V = entry.group.solve(entry.members, entry.W, damping)
-                entry.group.charge(entry.members, perf_counter() - started)
+                entry.V = _solve(entry.group, entry.members, entry.W, damping)
+                charge(entry.members, perf_counter() - started)
                 _check(entry)
         del received  # before the next ones are collected
     return everything
@@ -76,6 +81,46 @@ def dots(X: Tensor, Y: Tensor) -> Tensor:
         products: Tensor = torch.linalg.vecdot(X, Y)
         return products
     return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
+
+
+def _solve(group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping: float) -> Tensor:
+    """Return the preconditioned gradients of some layers, and update the curvature's state by finite gradients.
+
+    Args:
+        group: The group.
+        members: The layers.
+        W: Their gradients ``[n, o, i]`` in `BlockGroup.work_dtype`. Those of layers without complete results are
+            returned unchanged, unless the curvature does without.
+        damping: γ.
+    """
+    ready = group.are_ready(members)
+    if len(set(ready)) > 1:
+        parts = W.split([member.stop - member.start for member in members])
+        return torch.cat([_solve(group, [member], part, damping) for member, part in zip(members, parts, strict=True)])
+    has_results = any(ready)
+    if not has_results and group.curvature.needs_results:
+        return W
+    blocks, step = group.blocks_of(members), max(1, _PIECE * W.shape[0] // max(1, W.nbytes))
+    V = W if step >= len(W) else torch.empty_like(W)
+    for start in range(0, len(W), step):
+        piece = slice(start, min(start + step, len(W)))
+        index, gradient = piece if isinstance(blocks, slice) else blocks[piece], W[piece]
+        state: dict[str, Tensor] = {}
+        if group.memory_specs:
+            memory = allocate_memory(group)
+            state = {spec.name: memory.read(spec.name, index).to(W.dtype) for spec in group.memory_specs}
+            finite = gradient.flatten(1).sum(1).isfinite()
+            for name, values in group.curvature.update_state(state, gradient).items():
+                is_finite = along(finite, values.ndim - 1)
+                state[name] = values if known_all(finite) else torch.where(is_finite, values, state[name])
+                memory.write(name, index, state[name])
+        names = group.state.results if has_results else ()
+        computed, averages = read_results(group, names, index, W.dtype), live_averages(group, index)
+        solved = group.curvature.precondition(computed, averages, state, gradient, damping * group.factor)
+        if step >= len(W):
+            return solved
+        V[piece] = solved
+    return V
 
 
 # --- Sharded gradients ----------------------------------------------------------------------------------------------
@@ -150,7 +195,7 @@ def _check(entry: GroupGradients) -> None:
         is_small = square < torch.finfo(square.dtype).tiny ** 0.5
         unusable &= (square < math.inf) & ~((inner == 0) & is_small)
         inner = inner.masked_fill(unusable, math.nan)
-    entry.group.failures.record_unusable(entry.blocks, unusable)
+    entry.group.state.failures.record_unusable(entry.blocks, unusable)
     del entry.W
     entry.inner, entry.levels = inner, _levels(entry)
 
@@ -159,7 +204,13 @@ def _levels(entry: GroupGradients) -> Tensor:
     """Return the `Level` of each block's layer ``[n]``."""
     group, levels = entry.group, list[int]()
     for member, is_ready in zip(entry.members, group.are_ready(entry.members), strict=True):
-        level = Level.PLAIN if not is_ready else Level.STALE if group.failures.is_stale(member.blocks) else Level.FRESH
+        level = (
+            Level.PLAIN
+            if not is_ready
+            else Level.STALE
+            if group.state.failures.is_stale(member.blocks)
+            else Level.FRESH
+        )
         levels += [level] * (member.stop - member.start)
     if len(set(levels)) == 1:
         return entry.V.new_full((len(levels),), levels[0])

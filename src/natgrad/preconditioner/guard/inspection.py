@@ -84,7 +84,9 @@ class Inspection:
             unseen = (layer for layer in received if layer.key not in seen)
             self._uncalled = {layer.key for layer in unseen if _has_gradient(layer)}
         # After loading a checkpoint, a layer without curvature may be one that was found before.
-        waiting = [] if self._looked else [m.layer.key for s, m in _tables(groups) if not s.ready[s.members.index(m)]]
+        waiting = (
+            [] if self._looked else [m.layer.key for s, m in _tables(groups) if not s.state.ready[s.members.index(m)]]
+        )
         return seen.difference(self._misused, waiting)
 
     def report(self) -> None:

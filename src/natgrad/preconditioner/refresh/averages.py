@@ -7,6 +7,7 @@ from torch import Tensor
 
 from natgrad.capture.sums import BlockSums, StatisticsBuffer
 from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.state.averages import allocate_averages, restarted_since, weight_of
 from natgrad.state.tensors import along, diagonals
 
 
@@ -28,7 +29,7 @@ def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -
         seen, finite = piece.samples > 0, _finite(piece)
         counts = seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)
         fine = counts & finite
-        group.allocate_averages()
+        allocate_averages(group)
         _average(piece, fine, sums.basis_version[id(group)])
         _correct(piece, fine)
         failure_counters.count_skipped_factors(group, blocks, seen & ~finite)
@@ -47,7 +48,7 @@ def _finite(piece: BlockSums) -> Tensor:
 def _average(piece: BlockSums, fine: Tensor, basis_version: list[int]) -> None:
     """Update the averages of the blocks that are `fine`; `basis_version` is the version at which the sums began."""
     group, blocks = piece.group, piece.blocks
-    decay, restarted = group.curvature.factor_decay, group.restarted_since(basis_version, blocks)
+    decay, restarted = group.curvature.factor_decay, restarted_since(group, basis_version, blocks)
     for spec in group.statistics:
         if spec.name not in piece.sums:
             continue
@@ -57,17 +58,17 @@ def _average(piece: BlockSums, fine: Tensor, basis_version: list[int]) -> None:
             # These sums used the previous eigenvectors, so they do not belong to the new average.
             fresh.masked_fill_(along(restarted, dims), 0)
         share = (1 - decay) / (piece.samples if spec.per == "sample" else piece.rows).clamp(min=1)
-        average = group.averages.read(spec.name, blocks).to(group.dtype)  # a view, unless it is narrow
+        average = group.state.averages.read(spec.name, blocks).to(group.dtype)  # a view, unless it is narrow
         kept = torch.full_like(share, decay).masked_fill_(~fine, 1)
         average.mul_(along(kept, dims)).addcmul_(fresh, along(share, dims))
-        if group.averages.narrow(spec.name):
-            group.averages.write(spec.name, blocks, average)
+        if group.state.averages.narrow(spec.name):
+            group.state.averages.write(spec.name, blocks, average)
 
 
 def _correct(piece: BlockSums, fine: Tensor) -> None:
     """Update the bias corrections of the running averages."""
     decay = piece.group.curvature.factor_decay
-    weights = [piece.group.weight_of(spec.name) for spec in piece.group.statistics if spec.name in piece.sums]
+    weights = [weight_of(piece.group, spec.name) for spec in piece.group.statistics if spec.name in piece.sums]
     for weight in {id(weight): weight for weight in weights if weight is not None}.values():
         before = weight[piece.blocks]
         weight[piece.blocks] = torch.where(fine, decay * before + (1 - decay), before)

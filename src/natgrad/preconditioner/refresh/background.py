@@ -29,8 +29,10 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.refresh.averages import update_averages
 from natgrad.preconditioner.refresh.tasks import RAISED, TaskRun, compute, conclude, task_runs
 from natgrad.specs import Statistic, Task
-from natgrad.state.block_group import BlockGroup, unpacked
+from natgrad.state.averages import read_memory, snapshot, unpacked
+from natgrad.state.block_group import BlockGroup, charge
 from natgrad.state.counters import StepCounters
+from natgrad.state.results import allocate_results, previous
 
 _Outcome: TypeAlias = tuple[dict[str, Tensor], Tensor, float]
 
@@ -145,7 +147,7 @@ class BackgroundRefresh:
             return
         self._refresh, error = None, None
         for run, pieces in zip(refresh.runs, refresh.pieces, strict=True):
-            run.group.allocate_results()
+            allocate_results(run.group)
             raised = self._keep(run, pieces)
             error = error or raised
         conclude(refresh.runs, plan.column(runtime.rank), runtime, failure_counters, wire)
@@ -188,12 +190,12 @@ class BackgroundRefresh:
         group, task = run.group, run.task
         copies = []
         for blocks in run.pieces():
-            averages, previous = group.snapshot(blocks, task.reads, task.diagonal_of), group.previous(task, blocks)
-            state = _copied(group.read_memory(blocks, task.reads))
-            copies.append((blocks, averages, state, None if previous is None else _copied(previous)))
+            averages, before = snapshot(group, blocks, task.reads, task.diagonal_of), previous(group, task, blocks)
+            state = _copied(read_memory(group, blocks, task.reads))
+            copies.append((blocks, averages, state, None if before is None else _copied(before)))
         stream, pieces = self._stream(group.device), []
-        for blocks, averages, state, previous in copies:
-            work = group.curvature, task, group.statistics, damping * group.factor, averages, state, previous, stream
+        for blocks, averages, state, before in copies:
+            work = group.curvature, task, group.statistics, damping * group.factor, averages, state, before, stream
             pieces.append((blocks, self._thread.submit(_decompose, *work)))
         return pieces
 
@@ -216,7 +218,7 @@ class BackgroundRefresh:
             place = group.device, group.work_dtype  # the model may have been moved since
             run.keep(blocks, {name: tensor.to(*place) for name, tensor in written.items()}, fine.to(group.device))
         if pieces:
-            group.charge(run.members, seconds)
+            charge(run.members, seconds)
         return error
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:

@@ -22,8 +22,10 @@ from natgrad.linalg import tensor_on
 from natgrad.linalg.products import full_products
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.refresh.tasks import TaskRun, compute, conclude
-from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.averages import allocate_averages
+from natgrad.state.block_group import BlockGroup, LayerBlocks, charge
 from natgrad.state.epochs import EpochState
+from natgrad.state.results import allocate_results, draft, padded, record_results, resize
 from natgrad.state.tensors import StateTensors
 
 # Bytes of the kernels that are computed together.
@@ -74,8 +76,8 @@ class RowRun(TaskRun):
     def prepare(self, damping: float) -> None:
         """Store the selected rows and what is used with them."""
         group, whole = self.group, slice(None)
-        group.allocate_averages()[self.blocks] = 1  # as for blocks with statistics
-        self.fresh = group.draft(self.stop, self.rows)
+        allocate_averages(group)[self.blocks] = 1  # as for blocks with statistics
+        self.fresh = draft(group, self.stop, self.rows)
         self.fresh.write("A", whole, self.selection.A)
         self.fresh.write("G", whole, self.selection.G)
         self.fresh["samples"][:], self.fresh["damping"][:] = self.samples, damping * group.factor
@@ -93,7 +95,7 @@ class RowRun(TaskRun):
             written, fine = compute(group.curvature, self.task, reads, damping * group.factor, None, self.rows)
         self.fresh.write("M", slice(None), written["M"])
         self.success = [float(flag) for flag in (fine & self.selection.fine & self.finite).tolist()]
-        group.charge(self.layers, perf_counter() - started)
+        charge(self.layers, perf_counter() - started)
 
     @override
     def record(self, failure_counters: FailureCounters) -> None:
@@ -102,11 +104,11 @@ class RowRun(TaskRun):
         blocks = tensor_on(group.device, self.blocks)
         failure_counters.count_skipped_factors(group, blocks, ~self.finite)
         if any(success):
-            group.resize(max(self.rows, group.rows))
-            results, fine = group.allocate_results(), tensor_on(group.device, success)
+            resize(group, max(self.rows, group.state.rows))
+            results, fine = allocate_results(group), tensor_on(group.device, success)
             for name in self.fresh:
-                results.write(name, blocks[fine], group.padded(name, self.fresh.read(name, fine)))
-        group.record_results(self.task.name, self.blocks, success)
+                results.write(name, blocks[fine], padded(group, name, self.fresh.read(name, fine)))
+        record_results(group, self.task.name, self.blocks, success)
         made = [fine or not usable for fine, usable in zip(success, self.finite.tolist(), strict=True)]
         failure_counters.count_failed_decompositions(group, self.task.name, self.blocks, made)
 
@@ -169,7 +171,7 @@ class RowRefresh:
         for group in {id(run.group): run.group for run in runs}.values():
             own = [run for run in runs if run.group is group]
             if sum(number > 0 for run in own for number in run.success) == group.size:
-                group.resize(max(run.rows for run in own))  # no block needs more now
+                resize(group, max(run.rows for run in own))  # no block needs more now
         return any(number > 0 for run in runs for number in run.success)
 
     def _runs(self, groups: Sequence[BlockGroup], rows: RowBuffer, shares: Shares, *, gathers: bool) -> list[RowRun]:
@@ -233,7 +235,7 @@ class RowRefresh:
         with full_products(group.device):
             selection = group.curvature.select(A, G, run.share, self.epochs, **options, starts=starts)
         run.selection = replace(selection, Y=None if selection.Y is None else selection.Y[:, None])
-        group.charge(run.layers, perf_counter() - started)
+        charge(run.layers, perf_counter() - started)
 
     def _drawn(self, member: LayerBlocks) -> Tensor:
         """Return a random number for each block, a function of seed, rank, step and layer."""

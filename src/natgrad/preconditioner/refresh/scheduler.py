@@ -16,11 +16,11 @@ from torch import Tensor
 
 from natgrad.distributed import Communicator
 from natgrad.errors import require
-from natgrad.preconditioner.refresh.decisions import KEPT, REFRESHED, DecisionState, is_of_basis_rule
 from natgrad.refresh import Candidate, RefreshRule
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
-from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.block_group import LayerBlocks
 from natgrad.state.counters import StepCounters
+from natgrad.state.decisions import KEPT, REFRESHED, Decisions, DecisionState, is_of_basis_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class RefreshScheduler:
         """Whether the rule decides on each layer."""
         return self.rule.measure is not None
 
-    def select_layers(self, groups: Sequence[BlockGroup], usable: set[str], damping: float, step: int) -> set[str]:
+    def select_layers(self, decisions: Decisions, usable: set[str], damping: float, step: int) -> set[str]:
         """Decide on the `usable` layers of this rank, and return the keys of those to refresh.
 
         Layers without a usable result are refreshed in any case. Waits for the device.
@@ -76,12 +76,11 @@ class RefreshScheduler:
             ValueError: if the rule returns something other than names of layers that are due.
         """
         layers = []
-        for group in groups:
-            decisions = group.decisions
+        for group, decided in decisions.items():
             members = [(i, member) for i, member in enumerate(group.members) if member.layer.key in usable]
-            if decisions is not None and members and group.role.is_gradient_worker:
-                values = decisions.measure(damping)
-                layers += [_Measured(member, decisions, index, values[index]) for index, member in members]
+            if members and group.role.is_gradient_worker:
+                values = decided.measure(damping)
+                layers += [_Measured(member, decided, index, values[index]) for index, member in members]
         needed = [layer for layer in layers if layer.decisions.needs_refresh(layer.index)]
         due = self._due(step, [layer.candidate for layer in layers if layer not in needed])
         refreshed = [layer for layer in layers if layer in needed or layer.member.layer.name in due]
@@ -97,19 +96,18 @@ class RefreshScheduler:
         require(fits, f"{type(self.rule).__name__}.due()", due, f"a set of names out of {names}")
         return due
 
-    def end_refresh(self, groups: Sequence[BlockGroup], keys: Collection[str]) -> None:
+    def end_refresh(self, decisions: Decisions, keys: Collection[str]) -> None:
         """Record the end of the refresh of the layers that `select_layers` returned."""
-        for group in groups:
+        for group, decided in decisions.items():
             for index, member in enumerate(group.members):
-                if group.decisions is not None and member.layer.key in keys:
-                    failed = group.failures.is_stale(member.blocks)
-                    group.decisions.end_refresh(index, failed=failed)
+                if member.layer.key in keys:
+                    decided.end_refresh(index, failed=group.state.failures.is_stale(member.blocks))
 
-    def metrics(self, groups: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
+    def metrics(self, decisions: Decisions) -> dict[str, float | Tensor]:
         """Return the number of layers that were refreshed and kept at the last decision, if the rule selects layers."""
         if not self.selects_layers:
             return {}
-        decided = [group.decisions.numbers[:, 1].tolist() for group in groups if group.decisions is not None]
+        decided = [state.numbers[:, 1].tolist() for state in decisions.values()]
         outcomes = [outcome for layers in decided for outcome in layers]
         return {"layers_refreshed": outcomes.count(REFRESHED), "layers_kept": outcomes.count(KEPT)}
 
@@ -152,17 +150,16 @@ def _is_due(interval: float, step: int, last: int | None) -> bool:
     return last is None or step - last >= interval
 
 
-def share_decisions(groups: Sequence[BlockGroup], runtime: Communicator) -> None:
+def share_decisions(decisions: Decisions, runtime: Communicator) -> None:
     """Send the decisions on each layer from its first worker to all ranks."""
-    decided = [(group, group.decisions) for group in groups if group.decisions is not None]
-    if not decided:
+    if not decisions:
         return
     numbers = [
         state.numbers if group.role.assignment.workers[0] == runtime.rank else torch.zeros_like(state.numbers)
-        for group, state in decided
+        for group, state in decisions.items()
     ]
-    message = torch.cat(numbers).flatten().to(groups[0].device)
+    message = torch.cat(numbers).flatten().to(next(iter(decisions)).device)
     runtime.sum_(message, "counters")
     received = message.cpu().view(-1, 2).split([len(own) for own in numbers])
-    for (_, state), rows in zip(decided, received, strict=True):
+    for state, rows in zip(decisions.values(), received, strict=True):
         state.numbers.copy_(rows)

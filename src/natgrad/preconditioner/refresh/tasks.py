@@ -18,7 +18,9 @@ from natgrad.linalg.products import full_products
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.refresh.rule import READS, Reads, side_of
 from natgrad.specs import Task, TensorSpec
-from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.averages import bias_corrections, corrected, restart
+from natgrad.state.block_group import BlockGroup, LayerBlocks, charge
+from natgrad.state.results import allocate_results, previous, record_results
 from natgrad.state.tensors import StateTensors, along, pack, packed_shape, unpack
 
 # Batches of more elements would not speed up decompositions, and would need more memory.
@@ -49,7 +51,7 @@ class TaskRun:
     @property
     def results(self) -> StateTensors:
         """Where the results of the blocks are stored."""
-        return self.group.results
+        return self.group.state.results
 
     @property
     def stored(self) -> torch.dtype:
@@ -87,7 +89,7 @@ class TaskRun:
         whole = set(self.task.reads) - set(self.task.diagonal_of)
         read = sum(spec.numel for spec in self.group.statistics if spec.name in whole)
         step = max(1, _BATCH // max(read, sum(spec.numel for spec in self.task.writes)))
-        good = self.group.good[self.task.name]
+        good = self.group.state.good[self.task.name]
         start = self.start
         for stop in range(self.start + 1, self.stop + 1):
             # Blocks with a last result to start from are separate from those without.
@@ -100,16 +102,16 @@ class TaskRun:
         """Run the task and store its results."""
         group, task, started = self.group, self.task, perf_counter()
         for blocks in self.pieces():
-            averages = group.corrected(blocks, task.reads, task.diagonal_of)
-            previous = group.previous(task, blocks)
+            averages = corrected(group, blocks, task.reads, task.diagonal_of)
+            before = previous(group, task, blocks)
             with full_products(group.device):
-                written, fine = compute(group.curvature, task, averages, damping * group.factor, previous)
+                written, fine = compute(group.curvature, task, averages, damping * group.factor, before)
             self.keep(blocks, written, fine)
-        group.charge(self.members, perf_counter() - started)
+        charge(self.members, perf_counter() - started)
 
     def keep(self, blocks: slice, written: Mapping[str, Tensor], fine: Tensor) -> None:
         """Store the results of the next blocks. Those that are not `fine` keep their old results."""
-        results, flags = self.group.results, [bool(flag) for flag in fine.tolist()]
+        results, flags = self.group.state.results, [bool(flag) for flag in fine.tolist()]
         for spec in self.task.writes:
             before, fresh = results.read(spec.name, blocks), written[spec.name]
             if not all(flags):
@@ -123,8 +125,8 @@ class TaskRun:
     def record(self, failure_counters: FailureCounters) -> None:
         """Record which blocks succeeded, after the results have been shared."""
         blocks, flags = self.blocks, [number > 0 for number in self.success]
-        self.group.record_results(self.task.name, blocks, flags)
-        self.group.restart(self.task, [block for block, fine in zip(blocks, flags, strict=True) if fine])
+        record_results(self.group, self.task.name, blocks, flags)
+        restart(self.group, self.task, [block for block, fine in zip(blocks, flags, strict=True) if fine])
         failure_counters.count_failed_decompositions(self.group, self.task.name, blocks, flags)
 
 
@@ -158,8 +160,8 @@ def observed(groups: list[BlockGroup]) -> set[str]:
     """Return the keys of the layers with statistics. Waits for the device."""
     keys = set()
     for group in groups:
-        if group.weight is not None:
-            seen = (torch.stack(group.weights).amin(0) > 0).tolist()
+        if group.state.weight is not None:
+            seen = (torch.stack(bias_corrections(group)).amin(0) > 0).tolist()
             keys |= {member.layer.key for member in group.members if all(seen[member.blocks])}
     return keys
 
@@ -192,7 +194,7 @@ def run_tasks(
     """
     runs = task_runs(groups, plan, keys, reads=reads)
     for run in runs:
-        run.group.allocate_results()
+        allocate_results(run.group)
         if run.owner == runtime.rank:
             run.run(damping)
     conclude(runs, plan.column(runtime.rank), runtime, failure_counters, wire)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from math import inf, isfinite, nan, prod
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,14 +12,13 @@ from torch import Tensor
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import gathered, input_statistics, statistics_of
 from natgrad.errors import require
+from natgrad.layers import Layer
 from natgrad.refresh import RefreshRule
 from natgrad.refresh.rule import Measure
 from natgrad.specs import Statistic
+from natgrad.state.averages import corrected, snapshot
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import StateTensors, diagonals, packed_shape, spec_dtype
-
-if TYPE_CHECKING:
-    from natgrad.layers import Layer
 
 # The last decision on a layer, as a number for messages and checkpoints. 0: none.
 REFRESHED, KEPT = 1.0, 2.0
@@ -99,18 +98,22 @@ class DecisionState:
 
     def needs_refresh(self, index: int) -> bool:
         """Return whether a layer has no usable result: it was never refreshed, or its result is unusable. Waits."""
-        unusable, blocks = self._group.failures.unusable, self._group.members[index].blocks
-        return not self._group.ready[index] or (unusable is not None and bool(unusable[blocks].any()))
+        state, blocks = self._group.state, self._group.members[index].blocks
+        unusable = state.failures.unusable
+        return not state.ready[index] or (unusable is not None and bool(unusable[blocks].any()))
 
     def measure(self, damping: float) -> list[float]:
         """Return the trace or the drift of each layer; nan if not available. Waits for the device."""
         group = self._group
-        if group.weight is None or not is_measurable(group.curvature, group.statistics, self._measure):
+        if group.state.weight is None or not is_measurable(group.curvature, group.statistics, self._measure):
             return [nan] * len(group.members)
         if self._measure == "drift":
             return self._host([self._drift(member.blocks) for member in group.members])
         traces = self._host([self._trace(member.blocks) for member in group.members])
-        added = [damping * group.factor * group.parameters(member) for member in group.members]
+        added = [
+            damping * group.factor * (member.stop - member.start) * group.outputs * group.inputs
+            for member in group.members
+        ]
         return [trace + more for trace, more in zip(traces, added, strict=True)]
 
     @staticmethod
@@ -120,7 +123,7 @@ class DecisionState:
 
     def _trace(self, blocks: slice) -> Tensor:
         """Return ``tr F`` of a layer, without damping."""
-        averages = self._group.corrected(blocks, self._group.curvature.trace_reads or ())
+        averages = corrected(self._group, blocks, self._group.curvature.trace_reads or ())
         return self._group.curvature.trace(averages, self._group.outputs).sum(0)
 
     def _drift(self, blocks: slice) -> Tensor:
@@ -128,7 +131,7 @@ class DecisionState:
         group = self._group
         if not self.last_averages:
             return torch.full((), inf, dtype=group.work_dtype, device=group.device)
-        now = group.snapshot(blocks, self._read_by_tasks)
+        now = snapshot(group, blocks, self._read_by_tasks)
         last = {name: self.last_averages.read(name, blocks) for name in now}
         moved, whole = _squares(group, {name: now[name] - last[name] for name in now}), _squares(group, last)
         return torch.stack([(moved[name] / whole[name]).sqrt() for name in now]).amax(0)
@@ -152,7 +155,7 @@ class DecisionState:
         if refreshed:
             self.in_progress.add(index)
             names = tuple(spec.name for spec in self._compared)
-            for name, average in self._group.snapshot(self._group.members[index].blocks, names).items():
+            for name, average in snapshot(self._group, self._group.members[index].blocks, names).items():
                 self._allocate().write(name, self._group.members[index].blocks, average)
 
     def end_refresh(self, index: int, *, failed: bool) -> None:
@@ -211,6 +214,10 @@ class DecisionState:
         averages = self._allocate()
         for name in averages:
             averages.write_whole(name, member.blocks, given[f"{_PREFIX}{name}"].to(self._group.device))
+
+
+Decisions: TypeAlias = Mapping[BlockGroup, DecisionState]
+"""The decisions on the groups that a refresh rule measures."""
 
 
 def is_of_basis_rule(tensors: Mapping[str, Tensor]) -> bool:
