@@ -1,8 +1,15 @@
-"""Packages import only from lower levels, and there are no more than ten levels."""
+"""Imports run in one direction: packages import only from lower levels, and no files import each other in a circle.
+
+Imports under TYPE_CHECKING count too. The parts of `natgrad.preconditioner` count as packages of their own.
+"""
 
 import ast
 from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
+
+import pytest
 
 import natgrad
 
@@ -10,56 +17,78 @@ ROOT = Path(natgrad.__file__).parent
 MOST = 10
 # Modules of the first level, beside which no package stands.
 SHARED = {"errors", "printed", "schedule", "specs", "versions"}
+FILES = {
+    ".".join(("natgrad", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
 
 
-def imported(path):
-    """Return the modules of natgrad that a file imports when it is run, as dotted names without "natgrad"."""
-    tree = ast.parse(path.read_text())
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in for_types and node.module:
-            package, _, rest = node.module.partition(".")
-            if package == "natgrad" and rest:
-                yield rest
-            elif package == "natgrad":
-                for alias in node.names:
-                    is_package = (ROOT / alias.name).is_dir()
-                    yield alias.name if is_package else getattr(natgrad, alias.name).__module__.partition(".")[2]
+def home(module, name):
+    """Return the file that `from module import name` reads: that of `name` if it is a module, or is handed on."""
+    if f"{module}.{name}" in FILES:
+        return f"{module}.{name}"
+    if module == "natgrad":
+        return natgrad._HOMES.get(name, "natgrad")
+    return module
+
+
+def imported(module):
+    """Return the modules of natgrad that a module imports."""
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in FILES and alias.name != "natgrad")
+        elif isinstance(node, ast.ImportFrom):
+            package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            if origin in FILES:
+                yield from (home(origin, alias.name) for alias in node.names)
+
+
+# The root hands names on lazily, and by imports for type checkers.
+IMPORTS = {module: set(imported(module)) - {module, "natgrad"} for module in FILES if module != "natgrad"}
+
+
+def package(module):
+    """Return the package that a module belongs to. A part of the preconditioner is one, and its other files are one."""
+    parts = module.split(".")[1:]
+    if parts[0] == "preconditioner" and (ROOT / "/".join(parts[:2])).is_dir():
+        return ".".join(parts[:2])
+    return parts[0]
 
 
 def packages():
-    """Return the packages that each package imports from, with one example of each."""
-    found = defaultdict(dict)
-    for path in ROOT.rglob("*.py"):
-        package = path.relative_to(ROOT).parts[0]
-        if package == "__init__.py" or package.removesuffix(".py") in SHARED:
-            continue
-        for module in imported(path):
-            other = module.partition(".")[0]
-            if other not in SHARED and other != package:
-                found[package].setdefault(other, f"{path.relative_to(ROOT)} imports {module}")
-    return found
+    """Return the packages that each package imports from."""
+    found = defaultdict(set)
+    for module, others in IMPORTS.items():
+        found[package(module)] |= {package(other) for other in others} - {package(module)}
+    return {name: others for name, others in found.items() if name not in SHARED}
 
 
-def level(package, found, above=()):
-    """Return the level of a package: 1 imports from no other."""
-    assert package not in above, " -> ".join([*above, package])
-    return 1 + max((level(other, found, (*above, package)) for other in found.get(package, ())), default=0)
+def levels(found):
+    """Return the level of each package: 1 imports from no other."""
+    level = {}
+    for name in TopologicalSorter(found).static_order():
+        level[name] = 1 + max((level[other] for other in found.get(name, ()) if other not in SHARED), default=0)
+    return level
 
 
 def test_packages_import_from_lower_levels_alone():
-    found = packages()
-    levels = {package: level(package, found) for package in found}
-    assert max(levels.values()) <= MOST, levels
-    assert levels["cli"] == max(levels.values())
+    try:
+        found = levels(packages())
+    except CycleError as error:
+        pytest.fail(f"packages import each other: {' <- '.join(error.args[1])}")
+    whole = {name for name in found if "." not in name}
+    assert found["cli"] == max(found.values())
+    assert len({found[name] for name in whole}) <= MOST, found
 
 
-def test_the_first_level_imports_from_itself_alone():
-    for name in SHARED:
-        modules = {module.partition(".")[0] for module in imported(ROOT / f"{name}.py")}
-        assert modules <= SHARED, name
+def test_no_files_import_each_other_in_a_circle():
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_the_first_level_imports_from_itself_alone(name):
+    assert {package(other) for other in IMPORTS[f"natgrad.{name}"]} <= SHARED

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.capture.capture import viewed
-from natgrad.capture.model_hooks import count_samples
+from natgrad.capture.forward import count_samples
 from natgrad.capture.restoring import RandomState, restored
 from natgrad.errors import NatgradError, require
 from natgrad.layers import Handle, Layer, layers_for, remove_all

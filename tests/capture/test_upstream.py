@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from natgrad.capture.upstream import reached, sources
+from natgrad.capture.sampled import reached, sources
 
 
 def test_only_what_has_nothing_upstream_is_asked_for():

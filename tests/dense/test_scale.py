@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.capture.labels import LabelSampler
+from natgrad.capture.sampled import LabelSampler
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
 

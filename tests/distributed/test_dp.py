@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.capture import capture
-from natgrad.capture.labels import LabelSampler
+from natgrad.capture.sampled import LabelSampler
 from tests.distributed.deep_models import MODELS
 from tests.distributed.jobs import place
 

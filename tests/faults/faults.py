@@ -131,7 +131,7 @@ _add(
     "shared_inputs",
     "A layer takes the Gram matrix of a tensor as it was before it was changed in place.",
     "dense/test_shared_inputs.py::test_a_tensor_that_is_changed_in_place_is_another_one",
-    ("capture.sources:Source.is_of", " and self._version == tensor._version", ""),
+    ("capture.forward:Source.is_of", " and self._version == tensor._version", ""),
 )
 _add(
     "heads_in_the_middle",
@@ -481,7 +481,7 @@ _add(
     "All ranks draw the labels of the sampled Fisher from the same random numbers.",
     "distributed/test_equality.py::test_every_rank_draws_its_own_labels",
     (
-        "capture.labels:LabelSampler._generator",
+        "capture.sampled:LabelSampler._generator",
         "seed_of(self.seed, self._rank, step, draw)",
         "seed_of(self.seed, 0, step, draw)",
     ),

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_flatten
 
 import natgrad
-from natgrad.capture.labels import LabelSampler
+from natgrad.capture.sampled import LabelSampler
 from tests.dense import reference as dense
 from tests.dense.test_rows import ALL, batch, build, expected, network, pooled, solve, token_model, total
 

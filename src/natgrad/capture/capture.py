@@ -18,15 +18,13 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
-from natgrad.capture.layer_calls import LayerCall, Pooled, Saved, outline
-from natgrad.capture.loss_terms import LossTerms
-from natgrad.capture.model_hooks import ForwardPasses, Samples, warn_of_others
+from natgrad.capture.calls import LayerCall, Pooled, Saved, outline
+from natgrad.capture.counts import Count, LossTerms, Reductions
+from natgrad.capture.forward import ForwardPasses, Samples, Source
+from natgrad.capture.hooks import warn_of_others
 from natgrad.capture.pipelined import BucketedStatistics
-from natgrad.capture.reductions import Count, Reductions
-from natgrad.capture.rows import RowBuffer
-from natgrad.capture.sources import Source
-from natgrad.capture.sums import SampleCount, StatisticsBuffer
-from natgrad.capture.upstream import destination, differentiate_to, sources
+from natgrad.capture.sampled import destination, differentiate_to, sources
+from natgrad.capture.sums import RowBuffer, SampleCount, StatisticsBuffer
 from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
@@ -66,7 +64,7 @@ class Capture:
         self.audit, self.counts_samples = audit, counts_samples
         self._reductions, self._terms = reductions, LossTerms(reductions)
         self._root = root
-        self.forward = ForwardPasses(self)
+        self.forward = ForwardPasses()
         self._members: dict[str, tuple[BlockGroup, LayerBlocks]] = {}
         self._owners: dict[nn.Module, FSDPModule] = {}
         self._pooled: dict[str, dict[bool, Pooled]] = {}  # lookups of a tied embedding apart from other uses

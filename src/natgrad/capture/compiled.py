@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import sys
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from natgrad.capture.model_hooks import LayerHook
 
-_RECEIVERS: WeakValueDictionary[int, LayerHook] = WeakValueDictionary()
+class Receiver(Protocol):
+    """A hook that takes the gradients of a layer's output."""
+
+    def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
+        """Take the inputs and output gradients of a layer from a compiled backward pass."""
+
+
+_RECEIVERS: WeakValueDictionary[int, Receiver] = WeakValueDictionary()
 _NUMBERS = count()
 
 
-def register(receiver: LayerHook) -> Tensor:
+def register(receiver: Receiver) -> Tensor:
     """Return a number for a receiver, as a tensor, because Dynamo would recompile for each Python number."""
     number = next(_NUMBERS)
     _RECEIVERS[number] = receiver

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -70,24 +69,17 @@ class Curvature(ABC):
         """Show the type."""
         return f"{type(self).__name__}()"
 
-    def variant_for(self, layer: Layer) -> Curvature | str:
+    def variant_for(self, layer: Layer) -> Curvature | str | None:
         """Return the variant of this curvature for `layer`, or the reason why there is none.
 
-        Layers with the same requirements get the same object.
+        Layers with the same requirements get the same object. None, for norm layers, stands for a `UnitWise` with the
+        same Fisher.
         """
         if any(other.form != layer.form for other in layer.others):
             return f"{self!r} has no form for an embedding tied with a linear layer"
         if layer.form == "elementwise":
-            return self._elementwise
+            return None
         return self if layer.form == "matrix" else f"{self!r} has no form for {type(layer.module).__name__}"
-
-    @cached_property
-    def _elementwise(self) -> Curvature:
-        """The curvature of norm layers, with the same Fisher: a block for each channel."""
-        from natgrad.curvature.unitwise import UnitWise  # it imports this module  # noqa: PLC0415
-
-        fisher: Literal["empirical", "sampled"] = "empirical" if self.likelihood is None else "sampled"
-        return UnitWise(fisher=fisher, factor_decay=self.factor_decay, likelihood=self.likelihood)
 
     @abstractmethod
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:

@@ -86,7 +86,7 @@ class EKFAC(KFAC):
     def _options(self) -> list[str]:
         return [f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
 
-    def variant_for(self, layer: Layer) -> Curvature | str:
+    def variant_for(self, layer: Layer) -> Curvature | str | None:
         """Return the variant for `layer`; for embeddings, also tied with linear layers, that of `KFAC`."""
         one_hot = any(member.form == "one-hot" for member in (layer, *layer.others))
         return self._tables.variant_for(layer) if one_hot else super().variant_for(layer)

@@ -148,3 +148,9 @@ class UnitWise(Curvature):
         if self.form == "full":
             return (d_out * d_in, d_out * d_in), True
         return (d_out, d_in + (d_in - 1 if self.form == "unit" else 0)), False
+
+
+def for_norms(curvature: Curvature) -> UnitWise:
+    """Return the curvature of norm layers beside another curvature, with the same Fisher: a block for each channel."""
+    fisher: Literal["empirical", "sampled"] = "empirical" if curvature.likelihood is None else "sampled"
+    return UnitWise(fisher=fisher, factor_decay=curvature.factor_decay, likelihood=curvature.likelihood)

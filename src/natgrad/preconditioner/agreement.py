@@ -9,7 +9,7 @@ from zlib import crc32
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from natgrad.capture.reductions import Reductions
+from natgrad.capture.counts import Reductions
 from natgrad.curvature import Curvature
 from natgrad.distributed import Communicator
 from natgrad.errors import NatgradError

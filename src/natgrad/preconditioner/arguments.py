@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from natgrad.capture.reductions import Reductions
+from natgrad.capture.counts import Reductions
 from natgrad.curvature import Curvature
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.damping import ByKind

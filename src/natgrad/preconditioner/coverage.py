@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from natgrad.curvature import Curvature
+from natgrad.curvature.unitwise import for_norms
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer, is_known, is_trained, layers_for, qualified, reason_for
 
@@ -179,8 +180,13 @@ def _claims(found: list[_Found]) -> list[list[tuple[_Found, Layer]]]:
     return list({id(group): group for group in groups.values()}.values())
 
 
-def _join(claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]]) -> tuple[Layer, Curvature] | str:
-    """Return one layer with its curvature for layers that share parameters, or why that is impossible."""
+def _join(
+    claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]], norms: dict[int, Curvature]
+) -> tuple[Layer, Curvature] | str:
+    """Return one layer with its curvature for layers that share parameters, or why that is impossible.
+
+    `norms`: by the ``id`` of a curvature, that of the norm layers beside it; extended here.
+    """
     layers = [layer for _, layer in claims]
     names = _listed(entry.place.name for entry, _ in claims)
     primary = next((layer for layer in layers if all(other is layer or layer.ties(other) for other in layers)), None)
@@ -198,6 +204,8 @@ def _join(claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]]) -> 
     primary.slots = [replace(slot, name=first[slot.identity]) for slot in primary.slots]
     primary.adopt([layer for layer in layers if layer is not primary])
     fitted = choice.variant_for(primary)
+    if fitted is None:
+        fitted = norms.setdefault(id(choice), for_norms(choice))
     return fitted if isinstance(fitted, str) else (primary, fitted)
 
 
@@ -207,9 +215,9 @@ def _cover(found: list[_Found]) -> list[tuple[Layer, Curvature]]:
     for entry in found:
         for parameter in _parameters_of(entry.place.module):
             users.setdefault(id(parameter), set()).add(entry.place.name)
-    covered = []
+    covered, norms = [], dict[int, Curvature]()
     for claims in _claims(found):
-        joined = _join(claims, users)
+        joined = _join(claims, users, norms)
         if isinstance(joined, str):
             for entry, _ in claims:
                 entry.reason = joined

@@ -9,7 +9,7 @@ from math import prod
 from rich.markup import escape
 from rich.table import Table
 
-from natgrad.capture.reductions import Reductions
+from natgrad.capture.counts import Reductions
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.structure import Structure

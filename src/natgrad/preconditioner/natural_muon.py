@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from natgrad.capture.model_hooks import Hooks
+from natgrad.capture.hooks import Hooks
 from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from natgrad.capture.reductions import Count
+from natgrad.capture.counts import Count
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 

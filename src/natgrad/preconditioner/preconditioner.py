@@ -16,13 +16,12 @@ from torch.utils._pytree import tree_map
 
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
+from natgrad.capture.counts import DEFAULT_REDUCTION, Count, Reduction, Reductions
 from natgrad.capture.ddp import listen
-from natgrad.capture.labels import LabelSampler
-from natgrad.capture.model_hooks import Hooks
+from natgrad.capture.hooks import Hooks
 from natgrad.capture.pipelined import BucketedStatistics
-from natgrad.capture.reductions import DEFAULT_REDUCTION, Count, Reduction, Reductions
-from natgrad.capture.rows import RowBuffer
-from natgrad.capture.sums import StatisticsBuffer, of_sides
+from natgrad.capture.sampled import LabelSampler
+from natgrad.capture.sums import RowBuffer, StatisticsBuffer, of_sides
 from natgrad.curvature import Curvature
 from natgrad.curvature.names import resolve_curvature
 from natgrad.damping import ByKind, Damping, default_damping
@@ -212,7 +211,7 @@ class Preconditioner:
             factor=by_kind.factor,
         )
         self._model, self._structure, self._communicator = model, structure, runtime
-        self._capture, self._hooks = capture, Hooks(capture.forward)
+        self._capture, self._hooks = capture, Hooks(capture.forward, capture)
         self._sampler = LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean")
         self._scaling, self._damping, self._clip = scaling, by_kind, Clip(optimizer, kl_clip)
         self._scheduler, self._background = RefreshScheduler(refresh), BackgroundRefresh()
@@ -228,7 +227,7 @@ class Preconditioner:
         if reduces:
             take_over_reduction(model)
         elif rule.rule.sends_during_backward and runtime.ranks > 1:
-            listen(model, self._hooks.on_bucket_reduced)
+            listen(model, capture.on_bucket_reduced)
         # With gradients="reduce" a rank without samples has no backward pass, and still takes part.
         always = reduces and runtime.ranks > 1
         self.call_order = CallOrder(optimizer, capture, structure, self._progress, always_steps=always)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 
-from natgrad.capture.labels import seed_of
+from natgrad.capture.sampled import seed_of
 from natgrad.errors import describe, require
 from natgrad.schedule import check_number, check_whole, is_whole
 

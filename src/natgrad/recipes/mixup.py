@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from natgrad.capture.labels import seed_of
+from natgrad.capture.sampled import seed_of
 from natgrad.errors import describe, require
 from natgrad.recipes.labels import soft_labels
 from natgrad.schedule import check_number, check_whole, is_whole

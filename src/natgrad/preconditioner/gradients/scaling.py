@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from natgrad.capture.reductions import Reductions
+from natgrad.capture.counts import Reductions
 from natgrad.distributed import Communicator
 from natgrad.errors import NatgradError, require
 from natgrad.layers import Layer

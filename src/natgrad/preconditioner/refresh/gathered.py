@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from natgrad.capture.labels import seed_of
-from natgrad.capture.rows import RowBuffer
-from natgrad.capture.sums import Shares
+from natgrad.capture.sampled import seed_of
+from natgrad.capture.sums import RowBuffer, Shares
 from natgrad.curvature import kernel
 from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on

@@ -1,25 +1,18 @@
-"""The hooks on the model, which are copied, pickled and compiled with it."""
+"""The forward passes of the model: their samples and positions, and tensors that several layers read in one of them."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
-from natgrad.capture import compiled
-from natgrad.capture.sources import Source
-from natgrad.errors import NatgradWarning
-from natgrad.layers import Handle, Layer, remove_all
-
-if TYPE_CHECKING:
-    from natgrad.capture.capture import Capture
+from natgrad.layers.rows import MatrixRows, Rows
 
 # The batch size outside of a forward pass.
 NO_BATCH = torch.tensor(-1, device="cpu")
@@ -113,6 +106,58 @@ class ForwardPass:
         return whole if whole in self._lengths else rows
 
 
+class Source:
+    """A tensor that layers read in one forward pass. Its Gram matrix is computed once for all of them.
+
+    Attributes:
+        readers: The number of uses of layers that read it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Start without readers; `tensor` is referred to weakly."""
+        self.readers = 0
+        self._tensor, self._version = weakref.ref(tensor), tensor._version
+        self._gram: Tensor | None = None
+        self._kind: object = None
+        self._waiting = 0  # the readers that have not taken `_gram`
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether this is `tensor`, and its values have not changed."""
+        return self._tensor() is tensor and self._version == tensor._version
+
+    def shared(self, rows: Rows) -> Rows:
+        """Return the rows of a reader, such that other readers use their Gram matrix too."""
+        return _SharedRows(rows, self) if self.readers > 1 and isinstance(rows, MatrixRows) else rows
+
+    def gram(self, rows: MatrixRows, like: Tensor) -> Tensor:
+        """Return the Gram matrix of a reader's rows, shaped as `like` ``[1, d, d]``; its lower triangle counts.
+
+        It is kept until every reader has taken it.
+        """
+        gram, kind = self._gram, (rows.matrix.shape, rows.bias, like.dtype)
+        if gram is None or kind != self._kind:
+            gram, self._kind, self._waiting = torch.zeros_like(like), kind, self.readers
+            rows.add_gram_(gram)
+        self._waiting -= 1
+        self._gram = gram if self._waiting else None
+        return gram
+
+
+class _SharedRows(MatrixRows):
+    """The rows of one of several layers that read the same tensor."""
+
+    def __init__(self, rows: MatrixRows, source: Source) -> None:
+        super().__init__(rows.matrix, rows.samples, bias=rows.bias)
+        self._rows, self._source = rows, source
+
+    @override
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+        if overwrite:
+            self._rows.add_gram_(out, scale=scale, overwrite=overwrite)
+        else:
+            out.add_(self._source.gram(self._rows, out), alpha=scale)
+
+
 class ForwardPasses:
     """The forward passes of a model, which determine the numbers of samples and positions.
 
@@ -125,9 +170,8 @@ class ForwardPasses:
         was_open: Whether the batch size of such a pass was ambiguous.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        """Initialize without passes; `capture` receives the uses of layers and is held weakly."""
-        self._capture = weakref.ref(capture)
+    def __init__(self) -> None:
+        """Initialize without passes."""
         self.batch = NO_BATCH
         self.current: ForwardPass | None = None
         self._sources: dict[int, Source] = {}  # of the pass in progress, by the ``id`` of the tensor
@@ -136,11 +180,6 @@ class ForwardPasses:
     def reset(self) -> None:
         """Reset the counts."""
         self.began, self.samples, self.was_open = False, 0, False
-
-    @property
-    def capture(self) -> Capture | None:
-        """The receiver of the uses of layers. None: it was deleted."""
-        return self._capture()
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a pass. Its batch size is that of the arguments of the model (`count_samples`)."""
@@ -178,132 +217,3 @@ class ForwardPasses:
         """End the pass. Layers called outside of the model do not belong to it."""
         self.current = None
         self._sources.clear()
-
-
-class Hooks:
-    """The hooks on a model, which report to a capture.
-
-    Attributes:
-        forward: The passes of the capture.
-        on_outputs: Called with the outputs of the model in each pass with gradients, except compiled ones.
-    """
-
-    def __init__(self, forward: ForwardPasses) -> None:
-        """Initialize without hooks. Later ones are removed when the capture of `forward` is deleted."""
-        self.forward = forward
-        self.on_outputs: Callable[[Any], None] | None = None
-        self._handles: list[Handle] = []
-        weakref.finalize(forward.capture, remove_all, self._handles).atexit = False
-
-    def attach(self, root: nn.Module, layers: Iterable[Layer]) -> None:
-        """Register hooks on a model and some of its layers, in place of earlier ones."""
-        remove_all(self._handles)
-        self._handles.append(root.register_forward_pre_hook(BeginHook(self), with_kwargs=True))
-        for layer in layers:
-            for index, module in enumerate((layer, *layer.others)):
-                self._handles += module.observe_calls(LayerHook(self, layer.name, index))
-        # Registered last, so that it runs after the layer's hook if the model itself is a layer.
-        self._handles.append(root.register_forward_hook(EndHook(self), always_call=True))
-        compiled.forget(root)
-
-    def detach(self, root: nn.Module) -> None:
-        """Remove every hook."""
-        remove_all(self._handles)
-        compiled.forget(root)
-
-    def on_bucket_reduced(self, bucket: GradBucket) -> None:
-        """Report that DDP has reduced a bucket of gradients."""
-        capture = self.forward.capture
-        if capture is not None:
-            capture.on_bucket_reduced(bucket)
-
-
-class _Hook:
-    """A hook on a module.
-
-    Attributes:
-        hooks: The hooks that it belongs to. None in copies, which do not report.
-    """
-
-    def __init__(self, hooks: Hooks | None = None) -> None:
-        """Report to the capture of `hooks`."""
-        self.hooks = hooks
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a hook that does not report."""
-        return (type(self), ())
-
-
-class BeginHook(_Hook):
-    """Reports the beginning of the model's forward."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Report the beginning, as a forward pre-hook."""
-        if self.hooks is not None:
-            self.hooks.forward.enter(args, kwargs)
-
-
-class EndHook(_Hook):
-    """Reports the end of the model's forward."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Report the end, as a forward hook."""
-        if self.hooks is None:
-            return
-        self.hooks.forward.leave()
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self.hooks.on_outputs is not None:
-            self.hooks.on_outputs(output)
-
-
-class LayerHook(_Hook):
-    """Reports the uses of one layer."""
-
-    def __init__(self, hooks: Hooks | None = None, layer: str = "", index: int = 0) -> None:
-        """Report the uses of the layer `layer`, or of the layer tied to it at `index`."""
-        super().__init__(hooks)
-        self._layer, self._index = layer, index
-        self._number = compiled.register(self)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Report a use, as a forward hook."""
-        self.observe(args[0] if args else kwargs["input" if "input" in kwargs else "x"], output)
-        if self.hooks is None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
-            return None
-        # F.linear returns a view if samples have positions, and an in-place operation would drop its hook. Without such
-        # an operation the compiler removes the copy.
-        return output.clone() if isinstance(module, nn.Linear) and output.ndim > 2 else None
-
-    def observe(self, inputs: Tensor, output: Tensor) -> None:
-        """Register for the gradient of a layer's output; in compiled code by an operator of the graph."""
-        if self.hooks is None:
-            return
-        forward = self.hooks.forward
-        if torch.compiler.is_compiling():
-            if output.requires_grad and not torch.compiler.is_exporting():
-                batch = NO_BATCH if forward.current is None else forward.batch
-                compiled.on_gradient(output, inputs, self._number, batch)
-            return
-        if forward.capture is not None:
-            forward.capture.take_call(self._layer, self._index, inputs, output)
-
-    def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
-        """Take the inputs and output gradients of a layer from a compiled backward pass."""
-        capture = None if self.hooks is None else self.hooks.forward.capture
-        if capture is not None:
-            capture.take_compiled_gradient(self._layer, self._index, inputs, gradient, batch)
-
-
-def warn_of_others(modules: Iterable[nn.Module]) -> None:
-    """Warn if hooks of several preconditioners are on any of these modules."""
-    for module in modules:
-        found = {
-            id(hook.hooks) for hook in module._forward_hooks.values() if isinstance(hook, LayerHook) and hook.hooks
-        }
-        if len(found) > 1:
-            warnings.warn(
-                "natgrad: another Preconditioner of this model exists, and both precondition its gradients; "
-                "call detach() on one of them",
-                NatgradWarning,
-                stacklevel=6,  # the caller of `step`
-            )
-            return

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.capture.model_hooks import ForwardPass
-from natgrad.capture.sources import Source
+from natgrad.capture.forward import ForwardPass, Source
 from natgrad.curvature import Curvature
 from natgrad.layers import Layer
 from natgrad.layers.rows import DenseRows, Rows
