@@ -47,15 +47,16 @@ def reshard(modules: Iterable[nn.Module]) -> bool:
     Returns:
         Whether FSDP2 shards any of the `modules`.
     """
-    sharded = _sharded_modules(modules)
+    sharded = [module for module in modules if _is_managed(module)]
     for module in sharded:
         module.reshard()
     return bool(sharded)
 
 
-def _sharded_modules(modules: Iterable[nn.Module]) -> list[Any]:
+def _is_managed(module: nn.Module) -> TypeGuard[Any]:
+    """Return whether FSDP2 shards a module, without importing ``torch.distributed.fsdp``."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return [module for module in modules if isinstance(module, fsdp.FSDPModule)] if fsdp else []
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -65,26 +66,24 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 @contextmanager
-def extra_passes(model: nn.Module) -> Iterator[bool]:
+def extra_passes(model: nn.Module) -> Iterator[None]:
     """Make FSDP2 reshard before and after passes that are no part of the training.
 
-    Parameters that stay unsharded would miss the optimizer's next update. The value of the context is whether FSDP2
-    shards any module.
+    Parameters that stay unsharded would miss the optimizer's next update.
     """
-    sharded = reshard(model.modules())
+    reshard(model.modules())
     try:
-        yield sharded
+        yield
     finally:
         reshard(model.modules())
 
 
 def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:
     """Return, for each module, the sharded module that contains it: FSDP2 unshards their parameters together."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules() if fsdp else ():
+    found: dict[str, FSDPModule | None] = {}
+    for path, module in model.named_modules():
         around = found.get(path.rpartition(".")[0]) if path else None
-        found[path] = module if isinstance(module, fsdp.FSDPModule) else around
+        found[path] = module if _is_managed(module) else around
     return {model.get_submodule(path): owner for path, owner in found.items() if owner is not None}
 
 
@@ -107,7 +106,7 @@ def check_model(model: nn.Module) -> bool:
     first = fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
     require(not first, "model", "FullyShardedDataParallel", "sharded by fully_shard (FSDP2)")
     is_managed = reshard(model.modules())
-    managed = {id(parameter) for module in _sharded_modules(model.modules()) for parameter in module.parameters()}
+    managed = {id(parameter) for module in model.modules() if _is_managed(module) for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         fits = not is_sharded(parameter) or id(parameter) in managed
         require(fits, "model", name, "without DTensors other than those of fully_shard (FSDP2)")
@@ -176,7 +175,7 @@ def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for parameter in root.parameters():
         copies[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    sharded, no_state = _sharded_modules(root.modules()), _NoState()
+    sharded, no_state = [module for module in root.modules() if _is_managed(module)], _NoState()
     for module in sharded:
         original: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, fsdp.FSDPModule))
         copies[id(module)] = original.__new__(original)
@@ -234,13 +233,9 @@ def own_rows(name: str, tensor: Tensor) -> tuple[int, Tensor]:
 
 def held_rows(slot: Slot, rows: range) -> Tensor | None:
     """Return a view of some rows of ``.grad`` that this rank holds; None: there is no gradient."""
-    gradient = slot.parameter.grad
-    return None if gradient is None else rows_of(slot.name, gradient, rows)
-
-
-def rows_of(name: str, tensor: Tensor, rows: range) -> Tensor:
-    """Return a view of some rows of a tensor that this rank holds."""
-    start, held = own_rows(name, tensor)
+    if slot.parameter.grad is None:
+        return None
+    start, held = own_rows(slot.name, slot.parameter.grad)
     return held[rows.start - start : rows.stop - start] if len(rows) else held[:0]
 
 
@@ -336,64 +331,43 @@ class RowSharding:
         return min(rank * -(-self.shape[0] // self.ranks), self.shape[0])
 
 
-# For each rank the index of its shard, and the replica that it belongs to.
-RankPlaces = list[tuple[int, tuple[int, ...]]]
-
-
 class Holders:
-    """Looks up the rows of parameters that each rank holds.
+    """Looks up the rows of parameters that each rank holds, and the ranks that hold the others.
 
     A replica of the model is sharded over S ranks: all of them, or fewer under HSDP.
     """
 
     def __init__(self, runtime: Communicator) -> None:
         """Initialize an empty cache, which is valid while the meshes of parameters do not change."""
-        self._runtime = runtime
-        self._known: dict[int, tuple[RowSharding, RankPlaces]] = {}
-        self._places: dict[tuple[int, int | None], RankPlaces] = {}
+        self._group = runtime.group
+        self._known: dict[int, tuple[RowSharding, dict[int, list[int]]]] = {}
 
     def rows(self, slot: Slot, rank: int) -> range:
         """Return the rows that `rank` holds of a parameter, or of the part of it that belongs to the layer."""
         whole = slot_rows(slot)
         if not is_sharded(slot.parameter):
             return whole
-        sharding, places = self._find(slot)
-        shard, _ = places[rank]
+        sharding, replicas = self._find(slot)
+        shard = replicas[rank].index(rank)
         start = max(whole.start, sharding.start(shard))
         return range(start, max(start, min(whole.stop, sharding.start(shard + 1))))
 
     def peers(self, slot: Slot, rank: int) -> list[int]:
         """Return the ranks of the same replica of a sharded parameter as `rank`, in the order of their rows."""
-        _, places = self._find(slot)
-        return sorted(
-            (peer for peer in range(len(places)) if places[peer][1] == places[rank][1]), key=places.__getitem__
-        )
+        return self._find(slot)[1][rank]
 
-    def share_replica(self, slot: Slot, rank: int, other: int) -> bool:
-        """Return whether two ranks hold parts of the same replica of a sharded parameter."""
-        _, places = self._find(slot)
-        return places[rank][1] == places[other][1]
-
-    def _find(self, slot: Slot) -> tuple[RowSharding, RankPlaces]:
+    def _find(self, slot: Slot) -> tuple[RowSharding, dict[int, list[int]]]:
+        """Return the distribution of a sharded parameter, and for each rank those of its replica."""
         key = id(slot.parameter)
         if key not in self._known:
             assert is_sharded(slot.parameter)
+            assert self._group is not None
             sharding = RowSharding.of(slot.name, slot.parameter)
-            form = id(sharding.mesh), sharding.axis
-            if form not in self._places:
-                self._places[form] = self._find_places(sharding.mesh, sharding.axis)
-            self._known[key] = sharding, self._places[form]
+            mesh = sharding.mesh.mesh
+            table = (mesh if sharding.axis is None else mesh.movedim(sharding.axis, -1)).reshape(-1, sharding.ranks)
+            replicas = [[dist.get_group_rank(self._group, rank) for rank in row] for row in table.tolist()]
+            self._known[key] = sharding, {rank: replica for replica in replicas for rank in replica}
         return self._known[key]
-
-    def _find_places(self, mesh: DeviceMesh, axis: int | None) -> RankPlaces:
-        group = self._runtime.group
-        assert group is not None
-        places = []
-        for rank in range(self._runtime.ranks):
-            place = (mesh.mesh == dist.get_global_rank(group, rank)).nonzero()[0].tolist()
-            replica = tuple(index for dimension, index in enumerate(place) if dimension != axis)
-            places.append((0 if axis is None else place[axis], replica))
-        return places
 
 
 def collect_rows(
@@ -427,7 +401,7 @@ def collect_rows(
             local_rows = holders.rows(slot, runtime.rank)
             for worker in receivers:
                 if worker != runtime.rank:
-                    if len(local_rows) and holders.share_replica(slot, worker, runtime.rank):
+                    if len(local_rows) and runtime.rank in holders.peers(slot, worker):
                         outgoing[worker].append(of(slot, local_rows).reshape(-1))
                     continue
                 for peer in holders.peers(slot, worker):
