@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import natgrad
 from natgrad.averaging import Grid, Nodes
 from natgrad.averaging.exchange import Exchange
-from natgrad.distributed.groups import timeout_of
+from natgrad.distributed.communicator import timeout_of
 
 
 def place(nodes):

@@ -13,7 +13,7 @@ from torch import nn
 
 import natgrad
 from natgrad.averaging import Nodes
-from natgrad.distributed import groups
+from natgrad.distributed import communicator
 from natgrad.distributed.fsdp import whole
 from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, train
 
@@ -334,8 +334,8 @@ def test_drain(ranks):
 
 def hangs():
     """Rank 3 is busy with something else after its first step."""
-    groups.forget(dist.group.WORLD)  # those of other tests wait longer
-    with patch.object(groups, "timeout_of", lambda group: timedelta(seconds=2)):
+    communicator.forget_subgroups(dist.group.WORLD)  # those of other tests wait longer
+    with patch.object(communicator, "timeout_of", lambda group: timedelta(seconds=2)):
         training = Training(Run(sizes=(2, 2), options={"batches_between": 2}))
         training.step()
     started = time.monotonic()

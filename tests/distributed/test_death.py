@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.distributed.groups import timeout_of
+from natgrad.distributed.communicator import timeout_of
 from tests.distributed.harness import RankError
 from tests.distributed.jobs import Job, Training
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.distributed import Communicator
-from natgrad.distributed.groups import timeout_of
+from natgrad.distributed.communicator import timeout_of
 from natgrad.errors import AveragingError, require
 
 MESH_NAMES = ("node", "local")

@@ -36,7 +36,7 @@ class Slices:
         return -(-sum(self.sizes) // len(self.sizes))
 
     @cached_property
-    def _surplus(self) -> dict[tuple[int, int], tuple[slice, slice]]:
+    def _runs(self) -> dict[tuple[int, int], tuple[slice, slice]]:
         """The positions of a run among the owner's numbers and in the slice of a rank, by owner and rank."""
         found: dict[tuple[int, int], tuple[slice, slice]] = {}
         rank, filled = 0, min(self.sizes[0], self.length)
@@ -55,22 +55,15 @@ class Slices:
     @property
     def is_even(self) -> bool:
         """Whether no rank owns more than a slice."""
-        return not self._surplus
+        return not self._runs
 
     def first(self, rank: int) -> slice:
         """Return the position of a rank's first numbers in its slice, and equally among all its numbers."""
         return slice(0, min(self.sizes[rank], self.length))
 
-    def of_owner(self, owner: int, rank: int) -> slice:
-        """Return the position of a surplus among its owner's numbers, for the part in the slice of another rank."""
-        return self._run(owner, rank)[0]
-
-    def in_slice(self, owner: int, rank: int) -> slice:
-        """Return the position of an owner's surplus in the slice of another rank."""
-        return self._run(owner, rank)[1]
-
-    def _run(self, owner: int, rank: int) -> tuple[slice, slice]:
-        return self._surplus.get((owner, rank), (_NOTHING, _NOTHING))
+    def surplus(self, owner: int, rank: int) -> tuple[slice, slice]:
+        """Return where the surplus of an owner in the slice of a rank stands: among its numbers, and in the slice."""
+        return self._runs.get((owner, rank), (_NOTHING, _NOTHING))
 
     def sent(self, rank: int) -> int:
         """Return how many numbers a rank sends in ``reduce_to_owners``, or receives in ``share_from_owners``."""
@@ -87,7 +80,7 @@ class Slices:
     @cached_property
     def _leaving(self) -> list[int]:
         leaving = [0] * len(self.sizes)
-        for (_, rank), (run, _) in self._surplus.items():
+        for (_, rank), (run, _) in self._runs.items():
             leaving[rank] += run.stop - run.start
         return leaving
 
@@ -98,10 +91,10 @@ class Slices:
             vectors: The numbers of each owner.
         """
         owners: list[list[int]] = [[] for _ in self.sizes]
-        for owner, rank in self._surplus:
+        for owner, rank in self._runs:
             owners[rank].append(owner)
         for rank, vector in enumerate(vectors):
-            yield self.fill([vector[self.first(rank)], *(vectors[o][self.of_owner(o, rank)] for o in owners[rank])])
+            yield self.fill([vector[self.first(rank)], *(vectors[o][self.surplus(o, rank)[0]] for o in owners[rank])])
 
     def fill(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the concatenation of `parts`, padded with zeros to a slice ``[length]``."""
@@ -111,7 +104,7 @@ class Slices:
     def join(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """Undo `cut`: return the numbers of each owner."""
         pieces = [[vector[self.first(rank)]] for rank, vector in enumerate(slices)]
-        for (owner, rank), (_, place) in self._surplus.items():
+        for (owner, rank), (_, place) in self._runs.items():
             pieces[owner].append(slices[rank][place])
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in pieces]
 

@@ -7,9 +7,11 @@ and rows that are redistributed.
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
@@ -18,10 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from natgrad.distributed import groups
 from natgrad.distributed.buckets import Slices, WireFormat, narrower
 from natgrad.errors import LostRankError
 from natgrad.linalg.device import on_host
+
+# The ranks within the whole group, and the purpose: each purpose has a separate queue of messages.
+GroupKey = tuple[tuple[int, ...], str]
+# Whether a rank has the group in its cache, and the smallest free number for a new one.
+Offer = tuple[bool, int]
+
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[GroupKey, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+# By world, the highest number used so far. Addresses of destroyed groups stay in the store, so numbers are not reused.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def is_lost(error: BaseException) -> bool:
@@ -81,7 +91,7 @@ class Communicator:
         self.seconds = 0.0
         self.call = ""
         self._sent: dict[str, float] = {}
-        self._known: dict[groups.Key, dist.ProcessGroup | None] = {}
+        self._known: dict[GroupKey, dist.ProcessGroup | None] = {}
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message."""
@@ -125,7 +135,7 @@ class Communicator:
 
     def explained(self, error: RuntimeError) -> LostRankError:
         """Return an error that names this rank and its call, after `error` of the backend."""
-        groups.forget(self.group)
+        forget_subgroups(self.group)
         call = f" in {self.call}" if self.call else ""
         return LostRankError(
             f"rank {self.rank} of {self.ranks} could not exchange its message{call}: another rank has probably "
@@ -144,9 +154,9 @@ class Communicator:
         if self.group is None or (len(key[0]) == self.ranks and not purpose):
             return self.group
         if key not in self._known:
-            offers = self.all_gather_objects(groups.offer(self.group, key))
+            offers = self.all_gather_objects(_offer(self.group, key))
             with self.collective():
-                self._known[key] = groups.subgroup(self.group, key, offers)
+                self._known[key] = _subgroup(self.group, key, offers)
         return self._known[key]
 
     @property
@@ -161,7 +171,7 @@ class Communicator:
         found = [value]
         if self.ranks > 1:
             content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            content = content.to(groups.device_of(self.group))
+            content = content.to(device_of(self.group))
             lengths = self.gather(content.new_tensor([len(content)], dtype=torch.long), None, self.group).flatten()
             padded = pad(content, (0, int(lengths.max()) - len(content)))
             arrived = self.gather(padded, None, self.group).cpu()
@@ -176,7 +186,7 @@ class Communicator:
         """Return numbers summed over the ranks in float32; `kind` as in `traffic`; collective and synchronous."""
         if self.ranks == 1:
             return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float32, device=groups.device_of(self.group))
+        total = torch.tensor(numbers, dtype=torch.float32, device=device_of(self.group))
         self.sum_(total, kind)
         summed: list[float] = total.tolist()
         return summed
@@ -341,8 +351,8 @@ class Communicator:
         if slices.is_even:
             return []
         place, peers = ranks.index(self.rank), range(len(ranks))
-        filled = [slices.in_slice(peer, place) for peer in peers]
-        owned = [slices.of_owner(place, peer) for peer in peers]
+        filled = [slices.surplus(peer, place)[1] for peer in peers]
+        owned = [slices.surplus(place, peer)[0] for peer in peers]
         outgoing, incoming = (filled, owned) if to_owners else (owned, filled)
         messages = []
         for run in outgoing:
@@ -425,3 +435,83 @@ def unflatten(message: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Return views of `message` with the shapes of the tensors `like`."""
     pieces = message.split([tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+# --- Process groups -----------------------------------------------------------------------------------------------
+
+
+def _offer(whole: dist.ProcessGroup, key: GroupKey) -> Offer:
+    """Return the offer of this rank, which `_subgroup` needs from all ranks."""
+    return key in _kept.get(whole, {}), max(_group_count(), _numbers.get(_world(), -1) + 1)
+
+
+def _subgroup(whole: dist.ProcessGroup, key: GroupKey, offers: Sequence[Offer]) -> dist.ProcessGroup:
+    """Return the group `key` of ranks of `whole`: the cached one if all its ranks have it, otherwise a new one.
+
+    Collective; `offers` are the results of `_offer` on each rank of `whole`.
+    """
+    known = _kept.setdefault(whole, {})
+    ranks, _ = key
+    if not all(offers[rank][0] for rank in ranks):
+        known[key] = _make([dist.get_global_rank(whole, rank) for rank in ranks], whole, max(n for _, n in offers))
+    return known[key]
+
+
+def forget_subgroups(group: dist.ProcessGroup | None) -> None:
+    """Drop the cached subgroups of `group`, or of its whole group, because their queues are stuck after an error."""
+    for whole, known in list(_kept.items()):
+        if whole is group or group in known.values():
+            known.clear()
+
+
+def subgroup_of_world(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a group of some ranks of the world; collective over these ranks."""
+    known, key = _kept.setdefault(_world(), {}), (tuple(ranks), "mesh")
+    if key not in known:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        known[key] = group
+    return known[key]
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device from which a group sends small messages."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of a group, which new subgroups do not inherit; None: the default of its backend."""
+    options = getattr(group._get_backend(device_of(group)), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
+def _make(ranks: list[int], like: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
+    """Make a group of some ranks of the world; collective over these ranks.
+
+    Torch then names the group by the number of groups that a process is in. Ranks that are in fewer groups first make
+    spare ones, so that all use the same name.
+    """
+    backend, timeout = dist.get_backend(like), timeout_of(like)
+    spare = [
+        dist.new_group([dist.get_rank()], backend=backend, timeout=timeout, use_local_synchronization=True)
+        for _ in range(number - _group_count())
+    ]
+    made = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
+    for group in spare:
+        dist.destroy_process_group(group)
+    _numbers[_world()] = number
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _group_count() -> int:
+    return len(dist.distributed_c10d._world.pg_names)

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad.distributed.communicator import Communicator
-from natgrad.distributed.groups import subgroup_of_world
+from natgrad.distributed.communicator import Communicator, subgroup_of_world
 from natgrad.errors import require
 from natgrad.layers import Layer, Slot
 
