@@ -39,13 +39,3 @@ def test_no_rank_moves_much_more_than_in_a_ring(model, name, P):
             ranks = exchange.ranks if isinstance(exchange.sizes, tuple) else some
             assert max(map(exchange.sent, ranks)) <= bound(exchange)
             assert max(map(exchange.received, ranks)) <= bound(exchange)
-
-
-@pytest.mark.parametrize("P", RANKS)
-def test_statistics_of_resnet50_to_their_owners(P):
-    """The placement whose busiest rank received 8.8 times all statistics at 64 ranks with messages to each owner."""
-    plan = make_plan(resolve("reduce-scatter"), MODELS["resnet50"], P)
-    (factors,) = plan.exchanges()["factors"]
-    ring = (P - 1) / P * factors.elements
-    assert max(map(factors.received, range(P))) <= 1.25 * ring
-    assert max(map(factors.sent, range(P))) <= 1.25 * ring

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from natgrad.distributed import Assignment, LayerDemand, Placement, make_plan, resolve
-from tests.placement.layers import NAMES, kfac, models, placements, ranks, resnet50, resnet50_positions
+from tests.placement.layers import kfac, models, placements, ranks, resnet50, resnet50_positions
 
 pure = settings(max_examples=100, deadline=None, derandomize=True)
 ONE_WORKER = ("mem-opt", "reduce-scatter", "dp")
@@ -70,20 +70,6 @@ def test_a_fraction_that_divides_nothing_becomes_the_nearest_that_does(P, fracti
     assert P % n == 0
     wanted = Fraction(fraction * P)
     assert abs(n - wanted) == min(abs(d - wanted) for d in range(1, P + 1) if P % d == 0)
-
-
-def test_the_number_of_workers():
-    assert [resolve(f"hybrid:{f}").workers(6) for f in (0.01, 0.2, 0.3, 0.4, 0.5, 0.7, 0.8, 1)] == [
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-        6,
-        6,
-    ]
-    assert [resolve(name).workers(6) for name in ("comm-opt", "mem-opt", "reduce-scatter", "dp")] == [6, 1, 1, 1]
 
 
 # --- How even it is -------------------------------------------------------------------------------------------------
@@ -242,8 +228,7 @@ def test_new_layers_go_where_assigned_ones_leave_room():
     assert {key: assignment.workers for key, assignment in plan.assignments.items()} == {0: (1,), 1: (0,), 2: (0,)}
 
 
-@pytest.mark.values
-@pytest.mark.parametrize("name", [*(name for name in NAMES if name != "hybrid"), "hybrid:0.25"])
+@pytest.mark.parametrize("name", ["auto", "mem-opt", "hybrid:0.25"])
 @pytest.mark.parametrize("speeds", [1, 4096])
 def test_500_layers_on_4096_ranks_take_a_moment(name, speeds):
     placement = resolve(name)
@@ -360,30 +345,18 @@ def test_options_that_do_not_fit_the_ranks(options, P, words):
 @pytest.mark.parametrize(
     "options",
     [
-        {"name": "fast"},
         {"name": "hybrid", "fraction": None},
-        {"name": "hybrid", "fraction": 0.0},
         {"name": "hybrid", "fraction": 1.5},
-        {"name": "hybrid", "fraction": float("nan")},
         {"name": "mem-opt", "fraction": 0.5},
-        {"owners": "random"},
         {"speeds": (1.0, 0.0)},
-        {"speeds": (1.0, -2.0)},
-        {"speeds": (1.0, float("nan"))},
-        {"speeds": (1.0, float("inf"))},
         {"speeds": [1.0, 2.0]},
-        {"speeds": (True, 1.0)},
         {"costs": {"a": -1.0}},
-        {"costs": {"a": float("inf")}},
-        {"costs": [1.0]},
-        {"bucket": 0},
-        {"staleness": 0},
-        {"memory": 0},
         {"memory": 1.5},
     ],
 )
 def test_bad_options(options):
-    name = next(name for name in reversed(list(options)))
+    """Others are among those of every constructor."""
+    name = next(reversed(options))
     with pytest.raises(ValueError, match=f"{name}=.* is not allowed"):
         Placement(**options)
 
