@@ -90,7 +90,7 @@ def _assign(
     factor_refreshes: float,
 ) -> Plan[Key]:
     """Return the plan of one placement other than "auto", as `make_plan` describes."""
-    speeds = placement.speed_of(ranks)
+    speeds = placement.speeds or (1.0,) * ranks
     columns = ranks // placement.workers(ranks)
     workers = [tuple(range(column, ranks, columns)) for column in range(columns)]
     assignments = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}

@@ -6,7 +6,6 @@ and rows that are redistributed.
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -168,14 +167,10 @@ class Communicator:
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the value of each rank, any picklable object whose tensors are on the host; collective."""
-        found = [value]
+        found = [value] * self.ranks
         if self.ranks > 1:
-            content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            content = content.to(device_of(self.group))
-            lengths = self.gather(content.new_tensor([len(content)], dtype=torch.long), None, self.group).flatten()
-            padded = pad(content, (0, int(lengths.max()) - len(content)))
-            arrived = self.gather(padded, None, self.group).cpu()
-            found = [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(arrived, lengths.tolist(), strict=True)]
+            with self.collective():
+                dist.all_gather_object(found, value, group=self.group)
         return found
 
     def any(self, flag: bool) -> bool:
@@ -368,17 +363,12 @@ class Communicator:
 
     # --- Rows that all ranks gather, and rows that move to other ranks ------------------------------------------
 
-    def gather(self, message: Tensor, kind: str | None, group: dist.ProcessGroup | None) -> Tensor:
-        """Return the messages ``[S, n]`` of all S ranks of `group`; each rank sends (S - 1) times its n elements.
-
-        Without a `kind` the bytes are not counted.
-        """
-        ranks = dist.get_world_size(group)
-        if kind is not None:
-            self.count(kind, message.nbytes * (ranks - 1))
-        arrived = message.new_empty(ranks * len(message))
-        self._run(lambda: _all_gather(arrived, message, group))
-        return arrived.view(ranks, -1)
+    def gather(self, message: Tensor, kind: str) -> Tensor:
+        """Return the messages ``[P, n]`` of all ranks; each rank sends (P - 1) times its n elements."""
+        self.count(kind, message.nbytes * (self.ranks - 1))
+        arrived = message.new_empty(self.ranks * len(message))
+        self._run(lambda: _all_gather(arrived, message, self.group))
+        return arrived.view(self.ranks, -1)
 
     def redistribute(
         self, outgoing: Sequence[Tensor], sizes: Sequence[int], *, ranks: Sequence[int] | None = None

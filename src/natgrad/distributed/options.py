@@ -92,10 +92,6 @@ class Placement:
         require(fits, f"{self.rule.name}.workers({ranks})", count, "a divisor of the number of ranks")
         return count
 
-    def speed_of(self, ranks: int) -> tuple[float, ...]:
-        """Return the relative speed of each of P = `ranks`."""
-        return (1.0,) * ranks if self.speeds is None else self.speeds
-
     @property
     def rule(self) -> PlacementRule:
         """The placement rule. For "auto", before a plan has chosen, that of "comm-opt"."""

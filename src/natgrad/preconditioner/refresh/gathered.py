@@ -182,7 +182,7 @@ class RowRefresh:
         found = [local]
         if gathers and local:
             message = torch.tensor(local, dtype=torch.float64, device="cpu").to(groups[0].device)
-            found = self.runtime.gather(message, "counters", self.runtime.group).tolist()
+            found = self.runtime.gather(message, "counters").tolist()
         runs: dict[tuple[object, ...], list[RowRun]] = {}
         for index, (group, member) in enumerate(layers):
             samples = sum(numbers[len(names) + index] for numbers in found)
@@ -259,7 +259,7 @@ class RowRefresh:
                     messages[column] = _RowMessage(own, self.wire)
             mine = messages.get(runtime.rank % columns)
             if columns == 1:
-                arrived = runtime.gather(messages[0].message, "rows", runtime.group)
+                arrived = runtime.gather(messages[0].message, "rows")
             else:
                 arrived = self._send(messages, mine)
             if mine is not None:
