@@ -258,10 +258,7 @@ class RowRefresh:
                 if own:
                     messages[column] = _RowMessage(own, self.wire)
             mine = messages.get(runtime.rank % columns)
-            if columns == 1:
-                arrived = runtime.gather(messages[0].message, "rows")
-            else:
-                arrived = self._send(messages, mine)
+            arrived = runtime.gather(messages[0].message, "rows") if columns == 1 else self._send(messages, mine)
             if mine is not None:
                 mine.unpack(arrived)
 
