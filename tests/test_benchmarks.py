@@ -30,7 +30,6 @@ from benchmarks import (
     muon,
     open_questions,
     placement,
-    shared_inputs,
     step,
 )
 from benchmarks.common import CPU, RESULTS, interleave
@@ -147,13 +146,6 @@ def test_natural_muon_is_timed_beside_its_rivals():
     for name in muon.METHODS:
         laps = muon.Trainer(muon.encoder(64, 1, 128), name, "cpu", CPU).cycle()
         assert laps["refresh"] > 0
-
-
-@pytest.mark.parametrize("method", list(shared_inputs.METHODS))
-def test_shared_inputs_are_timed(method):
-    batch = torch.randint(256, (1, 17))
-    model = shared_inputs.decoder(64, 24, 1, shares=True)
-    assert shared_inputs.Trainer(model, method, batch, "cpu").cycle()["refresh"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:natgrad. the patterns")  # those of the heads of all models
