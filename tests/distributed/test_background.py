@@ -197,30 +197,6 @@ def test_training_is_what_the_definition_says(ranks, count, staleness, intervals
         assert_close(results[0], defined(case))
 
 
-def test_the_definition_differs_from_comm_opt():
-    """What holds the tests above to more than a K-FAC of any age."""
-    exact = train(Case(name="comm-opt"))[0]["0.weight"]
-    for other in (Case(), Case(staleness=2)):
-        assert float((defined(other)["0.weight"] - exact).norm()) > 1e-6 * float(exact.norm())
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_accumulation(ranks, count):
-    case = Case(micro_batches=2)
-    results = [parameters for parameters, _ in ranks.run(count, train, case)]
-    assert_equal(results)
-    assert_close(results[0], defined(case))
-
-
-@pytest.mark.parametrize("form", ["eigen", "inverse"])
-def test_traffic_is_that_of_comm_opt(ranks, form):
-    sent = [
-        [traffic for _, traffic in ranks.run(2, train, Case(name=name, curvature={"form": form}), range(8))]
-        for name in ("background", "comm-opt")
-    ]
-    assert sent[0] == sent[1]
-
-
 def test_a_narrow_wire(ranks):
     case = Case(options={"precision": natgrad.Precision(wire=torch.bfloat16)})
     results = [parameters for parameters, _ in ranks.run(2, train, case)]
@@ -398,22 +374,3 @@ def test_a_local_state_begins_a_renewal_under_way_anew(ranks, stop, staleness):
     assert_close(resumed[0], defined(case, resume=stop))
     under_way = 4 < stop <= 4 + staleness
     assert torch.equal(resumed[0]["0.weight"], saved[0][0]["0.weight"]) != under_way
-
-
-def save_on_one_rank(case, stop):
-    training = Training(case)
-    for step in range(stop):
-        training.step(step)
-    if place()[0] == 0:
-        training.preconditioner.state_dict()
-    for step in range(stop, 8):
-        training.step(step)
-    return training.parameters()
-
-
-@pytest.mark.parametrize("wire", [None, torch.bfloat16])
-def test_a_local_state_sends_nothing(ranks, wire):
-    case = Case(factors=1, options={"precision": natgrad.Precision(wire=wire)})
-    results = ranks.run(2, save_on_one_rank, case, 4)
-    undisturbed, _ = ranks.run(2, train, case, range(8))[0]
-    assert_equal([undisturbed, *results])

@@ -7,7 +7,6 @@ import sys
 import threading
 from dataclasses import replace
 from time import monotonic
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ import torch.distributed as dist
 
 import natgrad
 from tests.distributed import sharded_jobs
-from tests.distributed.deep_models import MODELS, train_model
 from tests.distributed.jobs import batch
-from tests.distributed.test_background import Case, Training, assert_close, assert_equal, damping, defined, train
+from tests.distributed.test_background import Case, Training, assert_close, assert_equal, defined, train
 from tests.distributed.test_death import check
 
 CASE = Case(factors=1, inverses=3, staleness=2)
@@ -130,22 +128,6 @@ def test_discarded_passes_leave_alone_what_is_under_way(ranks):
     assert_close(results[0], defined(CASE, range(10)))
 
 
-def load_meanwhile():
-    """Load the state of step 2 into a training in which more is under way."""
-    training = started(steps=range(2))
-    state = training.state(gather=False)
-    for step in range(2, UNDER_WAY):
-        training.step(step)
-    training.load(state)
-    for step in range(2, 10):
-        training.step(step)
-    return training.parameters()
-
-
-def test_a_load_drops_what_is_under_way(ranks):
-    assert_equal([*ranks.run(2, load_meanwhile), train_of(ranks, range(10))])
-
-
 def train_of(ranks, steps):
     return ranks.run(2, train, CASE, steps)[0][0]
 
@@ -191,36 +173,6 @@ def test_a_model_that_moves():
     move()
 
 
-def look_into():
-    training = started()
-    under_way = training.preconditioner._background.keys
-    x, y = (tensor[:6] for tensor in batch(50))
-    report = training.preconditioner.verify((x, y), loss)
-    assert training.preconditioner._background.keys == under_way != set()
-    go_on(training)
-    return training.parameters(), report.worst
-
-
-def loss(model, batch):
-    outputs = model(batch[0])
-    return torch.nn.functional.cross_entropy(outputs, batch[1]), outputs
-
-
-def test_verify_leaves_alone_what_is_under_way(ranks):
-    results = ranks.run(2, look_into)
-    assert all(worst < 1e-9 for _, worst in results)
-    assert_equal([*(parameters for parameters, _ in results), train_of(ranks, range(10))])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_many_layers(ranks, name):
-    """Tables, attention and norms, on more ranks than one: as on one."""
-    options = {"placement": natgrad.Placement(name="background", staleness=2)}
-    results = ranks.run(3, train_model, name, range(9), options)
-    assert_equal(results)
-    assert_close(results[0], train_model(name, range(9), options))
-
-
 @pytest.mark.some(1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_shards(ranks, count):
@@ -230,33 +182,6 @@ def test_shards(ranks, count):
     plain = sharded_jobs.train(case, range(8))
     for result in ranks.run(count, sharded_jobs.train, case, range(8)):
         assert sharded_jobs.error(result, plain) < 1e-10
-
-
-def test_two_preconditioners_have_threads_of_their_own():
-    first, second = started(), started()
-    assert len(threads()) == 2
-    for training in (first, second):
-        training.step(UNDER_WAY)
-    assert_equal([first.parameters(), second.parameters()])
-
-
-def test_the_thread_sees_what_was_there_when_it_was_told():
-    """What it reads is a copy: later sums do not show, even if it starts late."""
-    gate, expected = threading.Event(), started(steps=range(8)).parameters()
-    compute = natgrad.KFAC.compute
-
-    def late(self, task, averages, damping, previous=None):
-        if threading.current_thread() is not threading.main_thread():
-            gate.wait(20)
-        return compute(self, task, averages, damping, previous)
-
-    with mock.patch.object(natgrad.KFAC, "compute", late):
-        training = started(steps=range(5))  # the sums of step 3 are in the averages by now
-        gate.set()
-        for step in range(5, 8):
-            training.step(step)
-    assert_equal([expected, training.parameters()])
-    assert damping(3) != damping(4)
 
 
 EXIT = """

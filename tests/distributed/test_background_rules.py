@@ -4,11 +4,10 @@ from typing import ClassVar
 from unittest import mock
 
 import pytest
-import torch
 
 import natgrad
-from natgrad.state.decisions import KEPT, REFRESHED
-from tests.distributed.jobs import messages, place
+from natgrad.state.decisions import REFRESHED
+from tests.distributed.jobs import place
 from tests.distributed.test_background import (
     Case,
     Reference,
@@ -22,10 +21,6 @@ from tests.distributed.test_background import (
 )
 
 STEPS = range(14)
-RULES = {
-    "trace": natgrad.TraceRule(upper=0.8),  # of a damping that goes up and down
-    "drift": natgrad.DriftRule(0.3),
-}
 
 
 class Drifting(Reference):
@@ -62,48 +57,8 @@ def test_training_is_what_the_definition_says(ranks, count, staleness):
     assert {True, False} == Drifting.decisions
 
 
-def follow(rule, staleness):
-    """Train, and return the verdicts on all layers after each step."""
-    training, seen = Training(Case(staleness=staleness, factors=1, inverses=2, rule=RULES[rule], curvature={})), []
-    for step in STEPS:
-        training.step(step)
-        seen.append(verdicts(training.preconditioner.state_dict()))
-    return seen, training.parameters()
-
-
 def verdicts(state):
     return {key: float(own["rule"][0, 1]) for key, own in state["blocks"].items()}
-
-
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("rule", RULES)
-def test_ranks_decide_as_one_process(ranks, rule, staleness):
-    expected, parameters = follow(rule, staleness)
-    assert {code for step in expected[2:] for code in step.values()} >= {REFRESHED, KEPT}
-    answers = ranks.run(2, follow, rule, staleness)
-    assert_equal([own for _, own in answers])
-    assert_close(answers[0][1], parameters)
-    assert all(seen == expected for seen, _ in answers)
-
-
-def sent_under(rule, steps):
-    return messages(Training(Case(factors=1, inverses=2, rule=rule)), steps)
-
-
-def test_rules_send_no_message_of_their_own(ranks):
-    always, fixed = (ranks.run(2, sent_under, rule, range(8)) for rule in (natgrad.DriftRule(1e-12), None))
-    assert always == fixed
-
-
-def test_a_decision_without_a_renewal_is_one():
-    """Else each step that follows would decide anew."""
-    training = Training(Case(factors=1, inverses=4, rule=natgrad.DriftRule(1e9)))
-    for step in range(11):
-        training.step(step)
-    assert training.preconditioner.metrics()["inverse_updates"] == 3
-    assert training.preconditioner.state_dict()["last_inverses"] == 8
 
 
 @pytest.mark.some(2)
@@ -166,13 +121,3 @@ def test_what_has_failed_is_renewed_at_the_next_decision(ranks):
     assert answers[0][1] == answers[1][1] > 0
     assert answers[0][0] == answers[1][0]
     assert set(answers[0][0][8].values()) == {REFRESHED}
-
-
-def test_what_is_under_way_when_the_training_ends_is_not_taken_for_done():
-    """Of a preconditioner that was detached meanwhile the state says so."""
-    training = Training(Case(staleness=3, factors=1, inverses=4, rule=natgrad.DriftRule(1e-9)))
-    for step in range(5):
-        training.step(step)
-    training.preconditioner.detach()
-    for own in training.preconditioner.state_dict()["blocks"].values():
-        assert not torch.any(own["last A"])

@@ -16,7 +16,6 @@ from natgrad.distributed.communicator import timeout_of
 from tests.distributed.harness import RankError
 from tests.distributed.jobs import Job, Training
 
-PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
 SECONDS = 20.0  # within which all ranks have failed; gloo tells of a broken connection at once
 
 

@@ -1,18 +1,15 @@
 """EKFAC on many ranks: as in one process under every placement that lets all who capture see the basis."""
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
-from tests.distributed import sharded_jobs
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close, batch, network, place, share, train
 from tests.distributed.test_background import CLIP, LR, MOMENTUM, Case, Training, assert_equal, damping
 from tests.distributed.test_background import assert_close as assert_near
@@ -21,21 +18,7 @@ from tests.distributed.test_background import train as train_beside
 STEPS = range(9)
 REFRESH = {"factors": 1, "inverses": 4}
 JOB = Job(kind="EKFAC", refresh=REFRESH)
-PLACEMENTS = ["comm-opt", "pipelined", "hybrid:1", "auto"]
 BLIND = ["mem-opt", "hybrid:0.5", "reduce-scatter"]
-
-
-@pytest.mark.some(7)
-@pytest.mark.pairs
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_ranks_equal_one_process(ranks, count, placement):
-    results = ranks.run(count, train, replace(JOB, options={"placement": placement}), STEPS)
-    assert_bit_identical(results)
-    expected = train(JOB, STEPS)
-    assert_close(results[0], expected)
-    kfac = train(replace(JOB, kind="KFAC"), STEPS)
-    assert float((expected.model["3.weight"] - kfac.model["3.weight"]).norm()) > 1e-3
 
 
 @pytest.mark.some(2)
@@ -59,16 +42,6 @@ def test_ways_to_train_equal_one_process(ranks, count, job):
     if job.reduction == "sum":  # DDP averages sums over the ranks
         alone = replace(alone, lr=alone.lr / count)
     assert_close(results[0], train(alone, STEPS))
-
-
-def test_a_narrow_wire_and_sampled_labels_keep_ranks_alike(ranks):
-    sampled = {"fisher": "sampled", "likelihood": "categorical"}
-    for options in ({"precision": natgrad.Precision(wire=torch.bfloat16)}, {}):
-        results = ranks.run(2, train, replace(JOB, curvature=sampled, options=options), STEPS)
-        assert_bit_identical(results)
-        assert all(value.isfinite().all() for value in results[0].model.values())
-    narrow = ranks.run(2, train, replace(JOB, options={"precision": natgrad.Precision(wire=torch.bfloat16)}), STEPS)
-    assert_close(narrow[0], train(JOB, STEPS), 0.05)
 
 
 def own_batch():
@@ -102,10 +75,6 @@ def test_under_dp_the_owner_measures_its_own_samples(ranks, count):
     assert all(error < 1e-8 for errors in results for error in errors.values())
 
 
-def test_dp_trains_alike(ranks):
-    assert_bit_identical(ranks.run(3, train, replace(JOB, options={"placement": "dp"}), STEPS))
-
-
 def refused(placement):
     with pytest.raises(ValueError, match=r"placement=.*EKFAC.*QA") as raised:
         natgrad.Preconditioner(network(), natgrad.EKFAC(), placement=placement)
@@ -125,17 +94,6 @@ def test_placements_in_which_ranks_capture_blindly_are_refused(ranks, placement)
 
 
 @pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize("stop", [2, 4, 6])
-@pytest.mark.parametrize("gather", [False, True])
-def test_resuming_on_the_same_ranks_is_bit_exact(ranks, gather, stop):
-    straight = ranks.run(2, train, JOB, STEPS)
-    saved = [result.state for result in ranks.run(2, train, JOB, range(stop), None, gather)]
-    resumed = ranks.run(2, train, JOB, range(stop, STEPS.stop), saved[:1] if gather else saved)
-    assert_bit_identical([*straight, *resumed])
-
-
-@pytest.mark.some(2)
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (3, 1), (1, 2)])
 def test_resuming_on_another_number_of_ranks(ranks, before, after):
     saved = ranks.run(before, train, JOB, range(6), None, True)[0].state
@@ -146,27 +104,6 @@ def test_resuming_on_another_number_of_ranks(ranks, before, after):
 
 
 # --- FSDP2 --------------------------------------------------------------------------------------------------------
-
-
-def until_full(step):
-    """Renewals until averages have full rank: the eigenvectors of a null space are any, and differ by rounding."""
-    return 1 if step < 4 else 10
-
-
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("wrapper", ["root", "layers"])
-def test_sharded_parameters(ranks, count, wrapper):
-    options = {"refresh": natgrad.Refresh(factors=1, inverses=until_full)}
-    case = sharded_jobs.Case(kind="EKFAC", wrapper=wrapper, options=options)
-    steps = range(8)
-    expected, start = sharded_jobs.train(case, steps), sharded_jobs.train(case, range(0))
-    assert sharded_jobs.error(start, expected) > 1e-3
-    kfac = sharded_jobs.train(replace(case, kind="KFAC"), steps)
-    assert sharded_jobs.error(kfac, expected) > 1e-3
-    for parameters in ranks.run(count, sharded_jobs.train, case, steps):
-        assert sharded_jobs.error(parameters, expected) <= 1e-9
 
 
 # --- Background ---------------------------------------------------------------------------------------------------
@@ -268,41 +205,3 @@ def test_a_basis_that_changes_between_the_backward_pass_and_the_step(ranks):
     results = ranks.run(2, interrupt, case, 5)  # begun by step 4
     assert_equal([parameters for parameters, _ in results])
     assert all(unchanged for _, unchanged in results)
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("stop", [3, 4, 7])
-def test_resuming_in_the_background(ranks, stop):
-    case = Case(name="background", kind="EKFAC", curvature={}, factors=1, inverses=4)
-    straight = ranks.run(2, go_on, case, None, range(10))
-    states = ranks.run(2, go_on, case, None, range(stop), True)
-    resumed = ranks.run(2, go_on, case, states, range(stop, 10))
-    assert_equal([*straight, *resumed])
-
-
-def go_on(case, states, steps, save=False):
-    training = Training(case)
-    if states:
-        training.load(states[dist.get_rank()])
-    for step in steps:
-        training.step(step)
-    return training.state(gather=True) if save else training.parameters()
-
-
-def save_and_go_on(case, stop):
-    """Gather the state while a renewal is under way, and go on both with this training and with a resumed one."""
-    training, resumed = Training(case), Training(case)
-    for step in range(stop):
-        training.step(step)
-    resumed.load(copy.deepcopy(training.state(gather=True)))
-    for step in range(stop, 10):
-        training.step(step)
-        resumed.step(step)
-    return training.parameters(), resumed.parameters()
-
-
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_a_training_that_has_ended_a_renewal_to_save_goes_on_as_a_resumed_one(ranks, staleness):
-    case = Case(name="background", kind="EKFAC", curvature={}, factors=1, inverses=4, staleness=staleness)
-    results = ranks.run(2, save_and_go_on, case, 5)  # begun by step 4
-    assert_equal([parameters for pair in results for parameters in pair])

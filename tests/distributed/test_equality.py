@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -14,72 +13,8 @@ import natgrad
 from tests.dense import reference as dense
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close, batch, network, place, share, train
 
-CURVATURES = [{"form": "eigen"}, {"form": "inverse"}, {"sharing": "reduce"}]
 STEPS = range(7)
 REDUCING = ["auto", "mem-opt", "reduce-scatter"]  # gradients go to all ranks, or each to the one that works for it
-
-
-@pytest.mark.parametrize("wrapper", [{"gradient_as_bucket_view": True}, {"static_graph": True}])
-def test_kinds_of_data_parallelism(ranks, wrapper):
-    results = ranks.run(2, train, Job(wrapper=wrapper), STEPS)
-    assert_bit_identical(results)
-    assert_close(results[0], train(Job(), STEPS))
-
-
-def solve_one_gradient(job):
-    """Factors from this rank's share; the gradient to precondition is the same everywhere, whatever DDP made of it."""
-    model = network()
-    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
-    preconditioner = natgrad.Preconditioner(wrapped, natgrad.KFAC(**job.curvature), damping=0.05)
-    x, y = (share(tensor, ragged=job.ragged) for tensor in batch(0))
-    cross_entropy(wrapped(x), y).backward()
-    generator = torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        p.grad.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    preconditioner.step()
-    return dense.gradients(model)
-
-
-@pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("count", [2, 4])
-def test_factors_of_ragged_batches_equal_one_process_in_every_mode(ranks, count, curvature):
-    job = Job(curvature=curvature, ragged=True)
-    expected = solve_one_gradient(job)
-    for solved in ranks.run(count, solve_one_gradient, job):
-        dense.assert_equal(solved, expected, 1e-10)
-
-
-@pytest.mark.parametrize("options", [{}, {"gradients": "reduce"}])
-def test_accumulation_without_synchronisation(ranks, options):
-    job = Job(micro_batches=3, options=options, wrapped=not options)
-    results = ranks.run(2, train, job, STEPS)
-    assert_bit_identical(results)
-    assert_close(results[0], train(Job(), STEPS))
-
-
-def sum_three_passes(gradients, reduction):
-    """A loss summed over passes (or meant over them, of sums), bounded by the clip: 1/3 is no float32."""
-    rank, ranks = place()
-    model = network()
-    wrapped = DistributedDataParallel(model) if ranks > 1 and gradients == "averaged" else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    options = {"gradients": gradients, "reduction": reduction, "accumulation": "sum" if reduction == "mean" else "mean"}
-    preconditioner = natgrad.Preconditioner(wrapped, optimizer=optimizer, damping=0.05, kl_clip=1e-5, **options)
-    for x, y in zip(*(tensor.chunk(3) for tensor in batch(0)), strict=True):
-        own = slice(2 * rank, 2 * rank + 2) if ranks > 1 else slice(None)
-        loss = cross_entropy(wrapped(x[own]), y[own], reduction=reduction)
-        (loss if reduction == "mean" else loss / 3).backward()
-    preconditioner.step()
-    return float(preconditioner.metrics()["kl_scale"])
-
-
-@pytest.mark.parametrize("gradients", ["averaged", "reduce"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_passes_are_counted_in_the_precision_of_the_model(ranks, reduction, gradients):
-    expected = sum_three_passes("averaged", reduction)
-    assert expected < 1
-    for scale in ranks.run(2, sum_three_passes, gradients, reduction):
-        assert abs(scale / expected - 1) < 1e-10
 
 
 def accumulate_unevenly(steps, placement="auto"):
@@ -140,26 +75,6 @@ def test_ranks_that_accumulate_unevenly_stay_alike(ranks, reduction, accumulatio
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-def one_uneven_step():
-    """As above, in one step, of one process or two that natgrad reduces."""
-    rank, ranks = place()
-    model = network()
-    preconditioner = natgrad.Preconditioner(model, damping=0.05, gradients="reduce", accumulation="sum")
-    x, y = batch(0)
-    mine = [[slice(0, 12)]] if ranks == 1 else [[slice(0, 4), slice(4, 8)], [slice(8, 12)]]
-    for part in mine[rank]:
-        cross_entropy(model(x[part]), y[part]).backward()
-    preconditioner.step()
-    return dense.gradients(model)
-
-
-def test_passes_weigh_by_their_samples_when_natgrad_reduces(ranks):
-    """The loss is summed over passes: the result is that of 1.5 of them, which is their number on average."""
-    expected = one_uneven_step()
-    for solved in ranks.run(2, one_uneven_step):
-        dense.assert_equal({name: value / 1.5 for name, value in solved.items()}, expected, 1e-10)
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_sum_loss(ranks, count):
     """DDP averages the ranks' sums: the gradients are 1/P of one process's, natural ones too."""
@@ -184,13 +99,6 @@ def test_a_sum_loss_that_natgrad_reduces(ranks, count):
     results = ranks.run(count, train, job, STEPS)
     assert_bit_identical(results)
     assert_close(results[0], train(Job(reduction="sum", lr=0.1 / 12), STEPS))
-
-
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("form", ["eigen", "inverse"])
-def test_sampled_labels_leave_the_ranks_identical(ranks, count, form):
-    job = Job(curvature={"form": form, "fisher": "sampled", "likelihood": "categorical"}, ragged=True)
-    assert_bit_identical(ranks.run(count, train, job, STEPS))
 
 
 def sampled_on_equal_data():

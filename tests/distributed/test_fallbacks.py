@@ -118,15 +118,3 @@ def test_a_training_resumed_during_failures(ranks, placement, kind):
     resumed = ranks.run(2, train, job_, kind, range(5, 12), [result.state for result, _, _ in half])
     assert_bit_identical([result for result, _, _ in (*whole, *resumed)])
     assert whole[0][1][5:] == resumed[0][1]
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("kind", ["decompositions", "unusable"])
-def test_a_gathered_state_goes_on_with_another_number_of_ranks(ranks, kind):
-    whole, expected, _ = train(job("comm-opt"), kind, range(12))
-    half = ranks.run(4, train, job("mem-opt"), kind, range(5), None, True)
-    assert sum(half[0][1][-1]) > 0
-    state = half[0][0].state
-    for result, fallbacks, _ in ranks.run(2, train, job("mem-opt"), kind, range(5, 12), [state]):
-        assert_close(result, whole)
-        assert fallbacks == expected[5:]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, train
+from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place
 
 BLOCKS = 4  # three layers, one of them with two groups
 PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
@@ -69,53 +69,6 @@ def test_a_poisoned_gradient(ranks, placement):
     if placement != "dp":
         assert_close(results[0], train_with_a_poisoned_gradient(Job()))
     assert {result.metrics["skipped_gradients"] for result in results} == {1}
-
-
-def train_with_broken_lapack(job, steps, broken, rank):
-    training = Training(job)
-    eigh, cholesky_ex = torch.linalg.eigh, torch.linalg.cholesky_ex
-
-    def failing_eigh(matrix, **options):
-        raise torch.linalg.LinAlgError("the algorithm failed to converge")
-
-    def failing_cholesky(matrix, **options):
-        factor, info = cholesky_ex(matrix, **options)
-        return factor, info.fill_(1)
-
-    for step in steps:
-        if step in broken and place()[0] == rank:
-            torch.linalg.eigh, torch.linalg.cholesky_ex = failing_eigh, failing_cholesky
-        try:
-            training.step(step)
-        finally:
-            torch.linalg.eigh, torch.linalg.cholesky_ex = eigh, cholesky_ex
-    return training.result()
-
-
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize("form", ["eigen", "inverse"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_decomposition_that_fails_on_its_owner(ranks, placement, form):
-    job = Job(curvature={"form": form}, options={"placement": placement})
-    fine = ranks.run(4, train, job, range(6))[0]
-    results = ranks.run(4, train_with_broken_lapack, job, range(6), {3}, 0)
-    assert_bit_identical(results)
-    failed = [result.metrics["failed_decompositions"] for result in results]
-    column = {"comm-opt": [0, 1, 2, 3], "hybrid:0.5": [0, 2]}.get(placement, [0])
-    assert failed[0] > 0
-    assert all(count == (failed[0] if rank in column else 0) for rank, count in enumerate(failed))
-    assert any(not torch.equal(value, fine.model[name]) for name, value in results[0].model.items())
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_first_decomposition_that_fails(ranks, placement):
-    """Without a good one the layer's gradient stays plain on every rank."""
-    job = Job(options={"placement": placement})
-    results = ranks.run(4, train_with_broken_lapack, job, range(4), {0}, 0)
-    assert_bit_identical(results)
-    assert results[0].metrics["failed_decompositions"] > 0
 
 
 def exhaust(job, kind, rank):

@@ -63,33 +63,6 @@ def test_many_use_the_same_groups(ranks, placement, P, end):
         dense.assert_equal(found, expected, 1e-10)
 
 
-def two_at_once():
-    """Two in turn, also beside groups of the user that come and go, by whose number torch names them."""
-    model, one = build("background")
-    differentiate(model, 0)
-    one.step()
-    for group in [dist.new_group([0, 1]) for _ in range(3)]:
-        dist.destroy_process_group(group)
-    users = [dist.new_group([0, 1]) for _ in range(2)]
-    other, two = build("background")
-    for step in range(4):
-        differentiate(other, step)
-        two.step()
-        if step:
-            differentiate(model, step)
-            one.step()
-    for group in users:
-        dist.destroy_process_group(group)
-    return [dense.gradients(each) for each in (model, other)]
-
-
-def test_two_that_take_turns(ranks):
-    expected = train(*build("background"))
-    for found in ranks.run(2, two_at_once):
-        for gradients in found:
-            dense.assert_equal(gradients, expected, 1e-10)
-
-
 def save_after_detach():
     """Sums under way in a narrow dtype arrive in another's time, in the queue that both use."""
     model = network()

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests.distributed.jobs import batch, network, place, share
+from tests.distributed.jobs import batch, network, share
 
 # In steps without statistics no hook looks at the backward pass.
 SPARSE = {"factors": 100, "inverses": 100}
@@ -71,22 +71,6 @@ def test_what_is_right_is_silent_and_what_is_forgotten_is_not(ranks, wrapper, pl
         assert not right
         assert [("never preconditioned" in text) for text in forgotten] == [True] * (not refresh)
         assert preconditioned == 1.0
-
-
-def empty():
-    """Rank 1 has no samples in the first step."""
-    training = Training("none", {})
-
-    def step():
-        if place()[0] == 0:
-            training.backward(0)
-        training.preconditioner.step()
-
-    return messages(step)
-
-
-def test_a_rank_without_samples_is_not_warned_of_its_first_step(ranks):
-    assert ranks.run(2, empty) == [[], []]
 
 
 def none():

@@ -10,7 +10,7 @@ import natgrad
 from tests.dense import norm as dense_norm
 from tests.dense import reference as dense
 from tests.dense.norm import Norm
-from tests.distributed.jobs import batch, place, share
+from tests.distributed.jobs import batch, share
 
 
 def network():
@@ -53,21 +53,3 @@ def test_batch_norm_in_training_normalises_by_the_batch_of_its_rank(ranks, count
 
 def shares():
     return tuple(share(tensor, ragged=True) for tensor in batch(0))
-
-
-def sampled_on_ragged_batches():
-    """Every rank draws labels of its own."""
-    rank, _ = place()
-    model = network()
-    curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical")
-    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.05, gradients="reduce", seed=rank)
-    x, y = (share(tensor, ragged=True) for tensor in batch(0))
-    outputs = model(x)
-    preconditioner.backward(cross_entropy(outputs, y), outputs)
-    preconditioner.step()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def test_sampled_labels_leave_the_ranks_identical(ranks):
-    first, second = ranks.run(2, sampled_on_ragged_batches)
-    assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())

@@ -15,6 +15,7 @@ NETWORKS = {"network": Network, "zoo": Zoo}
 CURVATURES = {
     "eigen": Case(),
     "inverse": Case(curvature={"form": "inverse"}),
+    "iterative": Case(curvature={"form": "iterative"}),
     "reduce": Case(curvature={"sharing": "reduce"}),
     "diagonal": Case(curvature={"max_factor_size": 4}),
     "inputs": Case(curvature={"sides": "a"}),

@@ -1,7 +1,5 @@
 """``placement="pipelined"``: statistics leave during the backward pass; whatever happens, ranks equal one process."""
 
-import copy
-import io
 from contextlib import nullcontext
 from functools import partial
 
@@ -19,7 +17,6 @@ from tests.distributed.jobs import Job, assert_bit_identical, assert_close
 
 STEPS = range(7)
 SINGLY = natgrad.Placement(name="pipelined", bucket=1)  # each layer leaves alone
-PLACEMENTS = {"by default": "pipelined", "a bucket a layer": SINGLY}
 
 
 class Watched(natgrad.Preconditioner):
@@ -68,17 +65,6 @@ def assert_late(left):
 # --- It equals one process --------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(3)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_ranks_equal_one_process(ranks, count, placement):
-    job = Job(curvature={"form": "eigen" if count == 3 else "inverse"})
-    results, left = run(ranks, count, jobs.train, job, STEPS, placement=PLACEMENTS[placement])
-    assert_bit_identical(results)
-    assert_close(results[0], jobs.train(job, STEPS))
-    assert_early(left)
-
-
 JOBS = {
     "accumulation": Job(micro_batches=3),
     "pooled": Job(curvature={"sharing": "reduce"}),
@@ -95,25 +81,6 @@ def test_ways_of_training(ranks, name):
     results, left = run(ranks, 2, jobs.train, JOBS[name], STEPS, placement=SINGLY)
     assert_bit_identical(results)
     assert_close(results[0], jobs.train(Job(curvature=JOBS[name].curvature, refresh=JOBS[name].refresh), STEPS))
-    assert_early(left)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_gradients_that_natgrad_reduces(ranks, wrapped):
-    job = Job(ragged=True, wrapped=wrapped, options={"gradients": "reduce"}, micro_batches=1)
-    results, left = run(ranks, 2, jobs.train, job, STEPS, placement=SINGLY)
-    assert_bit_identical(results)
-    assert_close(results[0], jobs.train(Job(), STEPS))
-    assert_late(left)
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_sampled_labels(ranks, parts):
-    """They are those that comm-opt draws."""
-    job = Job(curvature={"fisher": "sampled", "likelihood": "categorical"}, micro_batches=parts)
-    results, left = run(ranks, 2, jobs.train, job, STEPS, placement=SINGLY)
-    assert_bit_identical(results)
-    assert_close(results[0], ranks.run(2, jobs.train, job, STEPS)[0])
     assert_early(left)
 
 
@@ -223,23 +190,6 @@ def test_what_may_happen_between_two_steps(ranks, way):
             assert torch.equal(value, same)
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11)
         assert (sum(early) > 0) == (way != "a hook of the user's")
-
-
-def copy_wrapped():
-    model = Branched()
-    wrapped = DistributedDataParallel(model)
-    natgrad.Preconditioner(wrapped, placement=SINGLY)
-    copied = copy.deepcopy(wrapped)
-    torch.save(wrapped, io.BytesIO())
-    x = torch.randn(4, 5, dtype=torch.float64)
-    for each in (wrapped, copied):
-        each(x).square().mean().backward()
-    return [p.grad for p in model.parameters()], [p.grad for p in copied.parameters()]
-
-
-def test_the_wrapped_model_can_be_copied_and_saved(ranks):
-    for gradients, of_copy in ranks.run(2, copy_wrapped):
-        assert all(map(torch.equal, gradients, of_copy))
 
 
 def pass_without_steps():

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy, linear
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.functional import cross_entropy
 
 import natgrad
 from tests.distributed.jobs import Job, Training, place
@@ -182,63 +181,6 @@ def train_where_the_owner_rests(owners):
 @pytest.mark.parametrize("owners", ["first", "later"])
 def test_dp_without_samples_on_the_owner(ranks, owners):
     assert ranks.run(2, train_where_the_owner_rests, owners) == [0, 0]
-
-
-class Tied(nn.Module):
-    """A table that is also a functional head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4)
-        self.body = nn.Linear(4, 4)
-
-    def forward(self, tokens):
-        return linear(self.body(self.embedding(tokens)).tanh(), self.embedding.weight)
-
-
-def train_functional_head(placement):
-    rank, ranks = place()
-    torch.manual_seed(0)
-    model = Tied().double()
-    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
-    preconditioner = natgrad.Preconditioner(
-        wrapped, placement=placement, damping=0.05, refresh=natgrad.Refresh(factors=1, inverses=1)
-    )
-    generator = torch.Generator().manual_seed(5)
-    told = []
-    for _ in range(4):
-        tokens = torch.randint(4, (12, 3), generator=generator)  # rows that are never looked up
-        own = tokens.chunk(ranks)[rank]
-        model.zero_grad()
-        outputs = wrapped(own)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            preconditioner.backward(cross_entropy(outputs.flatten(0, 1), own.flatten()), outputs)
-            preconditioner.step()
-        told += [str(each.message) for each in caught if issubclass(each.category, natgrad.NatgradWarning)]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(parameter.grad, alpha=0.1)
-    reasons = {row.parameter: row.reason for row in preconditioner.explain().rows}
-    return {key: value.clone() for key, value in model.state_dict().items()}, told, reasons
-
-
-@pytest.mark.some(4)
-@pytest.mark.pairs
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_table_that_serves_as_a_functional_head(ranks, placement, count):
-    results = ranks.run(count, train_functional_head, placement)
-    expected = train_functional_head("comm-opt")
-    for result, told, reasons in results:
-        (text,) = [text for text in told if "the default reduction" not in text]
-        assert "without any lookup" in text
-        assert "lookups" in reasons["embedding.weight"]
-        assert not reasons["body.weight"]
-        for key, value in expected[0].items():
-            assert torch.equal(result[key], results[0][0][key])
-            if placement in EXACT:
-                assert float((result[key] - value).norm()) <= 1e-10 * float(value.norm()), key
 
 
 def ask(placement):

@@ -60,17 +60,6 @@ def test_everything_narrow(ranks, narrow, form):
     assert_bit_identical([*results, *resumed])
 
 
-@pytest.mark.parametrize("wire", [BF16, FP16])
-def test_uneven_ranks(ranks, wire):
-    ragged = Job(
-        refresh=REFRESH, wrapped=False, ragged=True,
-        options={"precision": natgrad.Precision(wire=wire), "gradients": "reduce"},
-    )  # fmt: skip
-    results = ranks.run(4, train, ragged, STEPS)
-    assert_bit_identical(results)
-    assert error(results[0], train(Job(refresh=REFRESH), STEPS)) < WIRES[wire]
-
-
 def train_on_tiny_losses(scaled, steps, scale):
     training = Training(scaled)
     backward = training.preconditioner.backward

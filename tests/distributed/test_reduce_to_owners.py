@@ -20,7 +20,7 @@ from tests.distributed.jobs import (
     share,
     train,
 )
-from tests.distributed.test_traffic import BYTES, total
+from tests.distributed.test_traffic import BYTES
 
 STEPS = range(7)
 PLACEMENTS = ["mem-opt", "reduce-scatter"]
@@ -41,25 +41,6 @@ def test_ranks_equal_one_process(ranks, placement, count, wrapped):
     assert_close(results[0], train(Job(), STEPS))
 
 
-@pytest.mark.values
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_ragged_batches_equal_one_process(ranks, placement, count, wrapped):
-    results = ranks.run(count, train, Job(options=options(placement), wrapped=wrapped, ragged=True), STEPS)
-    assert_bit_identical(results)
-    assert_close(results[0], train(Job(), STEPS))
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("count", [2, 4])
-def test_accumulation(ranks, count, wrapped):
-    results = ranks.run(count, train, Job(options=options("mem-opt"), wrapped=wrapped, micro_batches=3), STEPS)
-    assert_bit_identical(results)
-    assert_close(results[0], train(Job(), STEPS))
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_sum_loss_and_its_clip(ranks, count):
     job = Job(reduction="sum", ragged=True, wrapped=False, options=options("reduce-scatter"), lr=0.1 / 12, kl_clip=1e-5)
@@ -69,19 +50,6 @@ def test_a_sum_loss_and_its_clip(ranks, count):
     assert expected.metrics["kl_scale"] < 0.9
     assert results[-1].metrics["kl_scale"] == pytest.approx(expected.metrics["kl_scale"])
     assert_close(results[0], expected)
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("placement", ["comm-opt", "dp"])
-def test_reduced_equal_averaged(ranks, placement, count):
-    """What each rank captures is the same; of comm-opt, where gradients go to all as before."""
-    first, second = (
-        ranks.run(count, train, Job(options={"placement": placement, "gradients": how}), STEPS)
-        for how in ("averaged", "reduce")
-    )
-    assert_bit_identical(second)
-    assert_close(second[0], first[0])
 
 
 @pytest.mark.some(3)
@@ -270,28 +238,6 @@ def test_traffic_is_about_that_of_one_all_reduce(ranks, placement, count, left):
     assert sent["gradients"] == (elements + 2 * (count - 1) * rest) * BYTES
     assert sent["factors"] == sent["inverses"] == sent.get("padding", 0) == 0
     assert sent["counters"] >= 2 * (count - 1) * (1 + 6) * 8  # the samples, and whether there is each gradient
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_half_of_what_averaged_gradients_cost(ranks, count):
-    """With DDP's own all-reduce (P - 1) N_g comes on top of it."""
-    averaged, reduced = (
-        total(ranks.run(count, train, Job(options={"placement": "mem-opt", "gradients": how}), STEPS))["gradients"]
-        for how in ("averaged", "reduce")
-    )
-    elements = sum(p.numel() for p in Training(Job()).model.parameters())
-    assert averaged >= len(STEPS) * (count - 1) * elements * BYTES
-    assert len(STEPS) * (count - 1) * elements * BYTES <= reduced - averaged <= averaged
-
-
-def test_a_hybrid_keeps_the_all_reduce(ranks):
-    job = Job(options=options("hybrid:0.5"), wrapped=False, ragged=True)
-    results = ranks.run(4, train, job, STEPS)
-    assert_bit_identical(results)
-    assert_close(results[0], train(Job(), STEPS))
-    elements = sum(p.numel() for p in Training(Job()).model.parameters())
-    least = len(STEPS) * (2 * 3 + 2) * elements * BYTES
-    assert least <= total(results)["gradients"] <= 1.2 * least  # the surplus of some owners travels twice
 
 
 def train_uncovered(placement, parts):

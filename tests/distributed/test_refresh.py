@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import torch.distributed.checkpoint as dcp
 
 import natgrad
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, messages, place, train
+from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, messages, train
 from tests.refresh.own_rules import LargestDrift, RoundRobin
 
 SIDES = natgrad.Refresh(factors=natgrad.Sides(inputs=3, gradients=2), inverses=natgrad.Sides(inputs=6, gradients=4))
@@ -72,14 +71,6 @@ def test_ranks_decide_as_one_process(ranks, alone, count, placement):
         assert_close(answers[0][clock][1], result, 1e-8)
 
 
-@pytest.mark.parametrize("clock", ["trace", "drift"])
-def test_rules_go_with_sums_that_leave_early(ranks, alone, clock):
-    answers = ranks.run(2, follow, job(clock, "pipelined"), range(STEPS))
-    assert_bit_identical([result for _, result in answers])
-    assert all(seen == alone[clock][0] for seen, _ in answers)
-    assert_close(answers[0][1], alone[clock][1], 1e-8)
-
-
 @pytest.mark.some(1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_under_dp_all_ranks_know_the_same(ranks, count):
@@ -127,33 +118,6 @@ def test_resuming_on_another_number_of_ranks(ranks, alone, before, after, placem
         assert_close(answers[0][clock], alone[clock][1], 1e-8)
 
 
-def saved(job, steps, folder):
-    training = Training(job)
-    for step in steps:
-        training.step(step)
-    dcp.save({"model": training.model.state_dict(), "preconditioner": training.preconditioner}, checkpoint_id=folder)
-
-
-def loaded(job, steps, folder):
-    training = Training(job)
-    state = {"model": training.model.state_dict(), "preconditioner": training.preconditioner}
-    dcp.load(state, checkpoint_id=folder)
-    training.model.load_state_dict(state["model"])
-    for step in steps:
-        training.step(step)
-    return training.result()
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("clock", ["sides", "trace", "drift"])
-def test_torchs_distributed_checkpoints(ranks, tmp_path, clock):
-    given = replace(job(clock, "mem-opt"), momentum=0.0)
-    ranks.run(2, saved, given, range(5), str(tmp_path))
-    results = ranks.run(4, loaded, given, range(5, STEPS), str(tmp_path))
-    assert_bit_identical(results)
-    assert_close(results[0], train(replace(given, options={"placement": "comm-opt"}), range(STEPS)), 1e-8)
-
-
 def sent_by(job, steps):
     return messages(Training(job), steps)
 
@@ -190,35 +154,3 @@ def test_layers_compared_with_one_another(ranks):
     assert_bit_identical(
         [own for _, own in ranks.run(2, follow, replace(given, options={"placement": "mem-opt"}), range(STEPS))]
     )
-
-
-def named(placement):
-    """Train by the name of a rule that each rank registers, and by an instance of it."""
-    natgrad.register_refresh("tests: round robin", RoundRobin)
-    results = []
-    for refresh in ("tests: round robin", RoundRobin()):
-        training = Training(Job(options={"placement": placement}))
-        training.preconditioner.detach()
-        training.preconditioner = natgrad.Preconditioner(
-            training.wrapped, optimizer=training.optimizer, refresh=refresh, placement=placement
-        )
-        for step in range(4):
-            training.step(step)
-        results.append(training.result())
-    return results
-
-
-def test_a_registered_name(ranks):
-    for by_name, by_instance in ranks.run(2, named, "mem-opt"):
-        assert_bit_identical([by_name, by_instance])
-
-
-def differing(placement):
-    """Train by rules whose options differ between the ranks."""
-    given = Job(refresh=RoundRobin(2 + place()[0]), options={"placement": placement})
-    with pytest.raises(natgrad.NatgradError, match="the ranks differ in refresh"):
-        train(given, range(1))
-
-
-def test_ranks_with_other_options_are_told(ranks):
-    ranks.run(2, differing, "comm-opt")

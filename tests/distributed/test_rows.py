@@ -137,23 +137,6 @@ def test_accumulated_and_summed_losses(ranks, curvature):
         dense.assert_equal({name: g / 6 for name, g in found.items()}, wanted(), 1e-8)
 
 
-def test_layers_of_rows_and_of_factors_in_one_model(ranks):
-    x, y = batch()
-    rows = dense.capture(network(), total(x, y))["3"]
-    expected = wanted() | {"3": dense.solve_eigen(rows.gradient(), *rows.factors(), DAMPING)}
-    for found, *_ in ranks.run(2, take, None):
-        dense.assert_equal(found, expected, 1e-8)
-
-
-def test_few_rows_leave_all_ranks_alike(ranks):
-    for method in ("kid", "kis"):
-        results = ranks.run(3, take, {"rank": 0.5, "method": method}, False, 1, "mean", 4, 2)
-        for found, _, metrics, state in results:
-            assert metrics["rows"] == 6
-            assert all(torch.equal(found[name], results[0][0][name]) for name in found)
-            assert all(torch.equal(v, results[0][3]["model"][k]) for k, v in state["model"].items())
-
-
 # --- Under "dp" each layer's worker goes by its own rows --------------------------------------------------------------
 
 
@@ -218,17 +201,6 @@ def test_traffic_is_that_of_the_papers_formula(ranks, method, count):
     assert sent["factors"] == sent["gradients"] == 0
     counters = P * (P - 1) * 2 * len(sizes)  # of each layer rows and samples to all others
     assert 2 * 8 * counters <= sent["counters"] <= 2 * 8 * (counters + P * P)
-
-
-@pytest.mark.parametrize(("wire", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)])
-def test_narrow_wires(ranks, wire, tolerance):
-    results = ranks.run(2, take, EXACT["sngd"], False, 1, "mean", 1, 1, {"precision": natgrad.Precision(wire=wire)})
-    for found, traffic, *_ in results:
-        dense.assert_equal(found, wanted(), tolerance)
-        assert all(torch.equal(found[name], results[0][0][name]) for name in found)
-        elements = 6 * (2 * (2 + 4) + (5 + 13) + (3 + 6))
-        expected = elements * wire.itemsize + (4 if wire == torch.float16 else 0) + 4 * 8  # a number for each block
-        assert 0 <= traffic["rows"] - expected < 8  # padding
 
 
 # --- State ----------------------------------------------------------------------------------------------------------

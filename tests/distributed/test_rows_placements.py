@@ -8,11 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from tests.dense import reference as dense
 from tests.dense.test_rows import DAMPING
-from tests.distributed.jobs import Job, assert_bit_identical, assert_close, network, place, train
+from tests.distributed.jobs import network, place
 from tests.distributed.test_rows import EXACT, SPLITS, batch, mixed, take, wanted
-from tests.distributed.test_state import load_and_train, train_and_save
 
-PLACEMENTS = ["mem-opt", "hybrid:0.5", "reduce-scatter", "pipelined"]
 FEW = {"kid": {"rank": 0.5, "method": "kid"}, "kis": {"rank": 0.5, "method": "kis"}, "switch": {"rank": 0.25}}
 SIZES = {"0.weight": (2, 2, 4), "3.weight": (1, 5, 13), "5.weight": (1, 3, 6)}  # blocks, outputs, inputs
 
@@ -78,17 +76,6 @@ def test_rows_travel_to_the_workers_alone(ranks, placement, workers):
 # --- State ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5"])
-def test_each_rank_resumes_from_its_own_state(ranks, placement):
-    options = {"placement": placement}
-    whole = ranks.run(4, take, FEW["switch"], True, 1, "mean", 5, 3, options)
-    states = [state for *_, state in ranks.run(4, take, FEW["switch"], True, 1, "mean", 2, 3, options)]
-    resumed = ranks.run(4, resume, FEW["switch"], 5, options, states)
-    for one, other in zip(whole, resumed, strict=True):
-        assert all(torch.equal(value, other[3]["model"][name]) for name, value in one[3]["model"].items())
-
-
 def resume(curvature, steps, options, states):
     state = states[place()[0] if len(states) > 1 else 0]
     return take(curvature, True, 1, "mean", steps, 3, options, state)
@@ -106,20 +93,6 @@ def test_resumes_under_another_placement(ranks, before, first, after, second):
     resumed = ranks.run(second, resume, EXACT["sngd"], 5, {"placement": after}, [saved[-1][3]])
     assert_alike(resumed)
     dense.assert_equal(resumed[0][0], take(EXACT["sngd"], True, 1, "mean", 5, 3)[0], 1e-10)
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("before", "first", "after", "second"), PAIRS)
-def test_torchs_distributed_checkpoints(ranks, tmp_path, before, first, after, second):
-    """A new preconditioner, which knows no batch, takes as many rows as were saved."""
-    ranks.run(first, train_and_save, job_of(before), range(4), str(tmp_path))
-    resumed = ranks.run(second, load_and_train, job_of(after), range(4, 8), str(tmp_path))
-    assert_bit_identical(resumed)
-    assert_close(resumed[0], train(job_of("comm-opt"), range(8)))
-
-
-def job_of(placement):
-    return Job(kind="SNGD", momentum=0.0, options={"placement": placement}, refresh={"factors": 1, "inverses": 3})
 
 
 # --- Trouble --------------------------------------------------------------------------------------------------------

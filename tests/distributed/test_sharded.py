@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.sharded_jobs import STEPS, Case, FunctionalHead, Training, Zoo, error, train
+from tests.distributed.sharded_jobs import STEPS, Case, FunctionalHead, Training, error, train
 
 SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 
@@ -15,14 +15,6 @@ def assert_equal_to_one_process(ranks, count: int, case: Case, tolerance: float 
     assert error(start, expected) > 1e-3
     for parameters in ranks.run(count, train, case):
         assert error(parameters, expected) <= tolerance
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize(("wrapper", "curvature"), [("root", {}), ("layers", {"form": "inverse"})])
-def test_every_kind_of_layer(ranks, wrapper, curvature):
-    case = Case(network=Zoo, wrapper=wrapper, curvature=curvature)
-    assert Training(case).preconditioner.explain().covered == 1
-    assert_equal_to_one_process(ranks, 4, case)
 
 
 @pytest.mark.some(2)
@@ -50,10 +42,6 @@ def test_a_table_that_is_a_head_without_a_module_stays_plain(ranks, wrapper):
     assert_equal_to_one_process(ranks, 4, case)
 
 
-def test_resharding_to_a_part_of_the_ranks(ranks):
-    assert_equal_to_one_process(ranks, 4, Case(sharding={"reshard_after_forward": 2}, evaluate=True))
-
-
 @pytest.mark.some(2)
 @pytest.mark.parametrize("way", ["replicate", "group", "prefetch", "keep whole", "offload"])
 def test_other_ways_to_wrap(ranks, way):
@@ -63,18 +51,6 @@ def test_other_ways_to_wrap(ranks, way):
 @pytest.mark.slow
 def test_a_compiled_model(ranks):
     assert_equal_to_one_process(ranks, 2, Case(wrapper="compile"))
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("mesh", "always"), [(None, False), (None, True), ((2, 2), False)])
-def test_accumulation(ranks, mesh, always):
-    case = Case(micro_batches=3, synchronise_always=always, mesh=mesh)
-    assert_equal_to_one_process(ranks, 4 if mesh else 2, case)
-
-
-def test_frozen_parameters(ranks):
-    frozen = ("encoder.0.weight", "middle.0.bias", "middle.2.weight", "middle.2.bias")
-    assert_equal_to_one_process(ranks, 4, Case(frozen=frozen))
 
 
 @pytest.mark.some(2)

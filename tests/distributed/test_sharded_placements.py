@@ -1,7 +1,5 @@
 """FSDP2 with few workers a layer: they alone receive its gradient, and each rank gets back the rows that it holds."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,26 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 import natgrad
 from tests.distributed.jobs import batch, share
-from tests.distributed.sharded_jobs import Case, FunctionalHead, Network, Training, Zoo, error, train
+from tests.distributed.sharded_jobs import Case, Network, Training, error, train
 
-PLACEMENTS = ["mem-opt", "reduce-scatter", "hybrid:0.5"]
 BYTES = 8  # float64
 
 
 def assert_equal_to(ranks, expected, count, case):
     for parameters in ranks.run(count, train, case):
         assert error(parameters, expected) <= 1e-10
-
-
-@pytest.mark.some(1)
-@pytest.mark.values
-@pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, None), (4, (2, 2))])
-@pytest.mark.parametrize("network", [Network, Zoo])
-def test_dp_equals_itself_under_data_parallelism(ranks, network, count, mesh):
-    case = Case(network=network, mesh=mesh, options={"placement": "dp"})
-    expected = ranks.run(count, train, replace(case, wrapper="ddp", mesh=None))[0]
-    assert error(train(Case(network=network)), expected) > 1e-6
-    assert_equal_to(ranks, expected, count, case)
 
 
 @pytest.mark.some(3)
@@ -52,19 +38,6 @@ def test_dp_equals_itself_under_data_parallelism(ranks, network, count, mesh):
 def test_other_ways_to_train(ranks, change):
     expected = train(Case(**change))
     assert_equal_to(ranks, expected, 4, Case(options={"placement": "reduce-scatter"}, **change))
-
-
-@pytest.mark.filterwarnings("ignore:natgrad has no curvature for table.weight")
-@pytest.mark.parametrize("placement", ["mem-opt", "reduce-scatter"])
-def test_a_layer_that_stays_plain_is_not_clipped(ranks, placement):
-    case = Case(network=FunctionalHead, kl_clip=1e-6)
-    assert_equal_to(ranks, train(case), 4, replace(case, options={"placement": placement}))
-
-
-def test_ragged_batches_equal_data_parallelism(ranks):
-    case = Case(options={"placement": "mem-opt"}, ragged=True)
-    expected = ranks.run(4, train, replace(case, wrapper="ddp"))[0]
-    assert_equal_to(ranks, expected, 4, case)
 
 
 def train_a_part(sharded):
@@ -203,13 +176,6 @@ class Square(Network):
         return self.last(y)
 
     roots = ("last",)
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_traffic_of_even_shards(ranks, count):
-    results = ranks.run(count, step_without_refresh, Case(network=Square, options={"placement": "mem-opt"}))
-    elements = sum(p.numel() for p in Square().parameters())
-    assert sum(sent["gradients"] for sent, _, _ in results) * count == 2 * (count - 1) * elements * BYTES
 
 
 class Largest(TorchDispatchMode):

@@ -136,19 +136,6 @@ def test_the_plan_foretells_what_is_sent(ranks, placement, form, count):
             assert sent["factors"] >= TIMES["factors"] * (count - 1) * table
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_gradients_that_natgrad_reduces(ranks, count):
-    job = Job(wrapped=False, options={"gradients": "reduce"}, refresh=REFRESH)
-    sent = total(ranks.run(count, train, job, STEPS))
-    assert sent["gradients"] == len(STEPS) * 2 * (count - 1) * sizes("eigen")[2] * BYTES  # all-reduced
-
-
-def test_nothing_is_sent_without_a_refresh(ranks):
-    job = Job(refresh={"factors": 100, "inverses": 100})
-    first = total(ranks.run(2, train, job, range(AUDITS)))
-    assert total(ranks.run(2, train, job, range(5))) == first
-
-
 def messages_of(steps):
     """Return the numbers in each message that is summed over all ranks."""
     sizes, all_reduce = [], dist.all_reduce
@@ -167,12 +154,6 @@ def test_steps_that_compare_gradients_send_one_more_message(ranks):
     sent = ranks.run(2, messages_of, range(5))[0]
     assert sent.count(N_f + 2 * layers) == 5
     assert sent.count(audited(network())) == AUDITS
-
-
-def test_auto_sends_what_comm_opt_does(ranks):
-    """The network is small: without a refresh a step sends nothing."""
-    auto, named = (ranks.run(4, train, Job(options=options), STEPS) for options in ({}, {"placement": "comm-opt"}))
-    assert total(auto) == total(named)
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, network, place, share, train
+from tests.distributed.jobs import Job, Training, assert_bit_identical, network, place, share, train
 
 STEPS = range(9)
 CURVATURES = {
@@ -16,7 +16,6 @@ CURVATURES = {
     "inputs": {"sides": "a", "form": "iterative"},
     "rank one": {},
 }
-PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "dp", "background", "pipelined"]
 REFRESH = {"factors": 1, "inverses": 2}
 
 
@@ -44,34 +43,6 @@ def alone():
         return results[key]
 
     return result
-
-
-@pytest.mark.some(12)
-@pytest.mark.pairs
-@pytest.mark.parametrize("name", CURVATURES)
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_placements_equal_one_process(ranks, alone, placement, count, name):
-    results = ranks.run(count, run, name, job(name, placement=placement), STEPS)
-    assert_bit_identical(results)
-    if placement != "dp":  # whose factors are those of some samples
-        assert_close(results[0], alone(name, **({"placement": placement} if placement == "background" else {})))
-    assert all(value.isfinite().all() for value in results[0].model.values())
-
-
-def run_on_all_samples(*args):
-    with mock.patch("tests.distributed.jobs.share", lambda tensor, ragged=False: tensor):
-        return run(*args)
-
-
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize("name", CURVATURES)
-@pytest.mark.parametrize("count", [2, 3])
-def test_dp_equals_one_process_where_all_ranks_have_the_same_samples(ranks, alone, count, name):
-    results = ranks.run(count, run_on_all_samples, name, job(name, placement="dp"), STEPS)
-    assert_bit_identical(results)
-    assert_close(results[0], alone(name))
 
 
 @pytest.mark.some(2)

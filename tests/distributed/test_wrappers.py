@@ -99,12 +99,6 @@ def test_options_of_ddp(ranks, size, options):
     assert_all_equal(ranks.run(size, train, None, options), expected)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_accumulation_without_synchronisation(ranks, options):
-    expected, _ = train()
-    assert_all_equal(ranks.run(2, train, None, options, None, 3), expected)
-
-
 def test_layers_that_a_step_does_not_use(ranks):
     options = {"find_unused_parameters": True}
     expected, _ = train(branches=(1, 2), options=options)
