@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -159,3 +160,20 @@ def messages(training, steps):
         now = training.preconditioner.traffic()
         sent.append({kind: now[kind] - before[kind] for kind in ("factors", "inverses", "counters")})
     return sent
+
+
+def train_and_save(job, steps, folder):
+    training = Training(job)
+    for step in steps:
+        training.step(step)
+    dcp.save({"model": training.model.state_dict(), "preconditioner": training.preconditioner}, checkpoint_id=folder)
+
+
+def load_and_train(job, steps, folder):
+    training = Training(job)
+    state = {"model": training.model.state_dict(), "preconditioner": training.preconditioner}
+    dcp.load(state, checkpoint_id=folder)
+    training.model.load_state_dict(state["model"])
+    for step in steps:
+        training.step(step)
+    return training.result()

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import natgrad
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, train
-from tests.distributed.test_state import load_and_train
+from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, load_and_train, place, train
 
 OPTIMIZERS = {
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

@@ -3,11 +3,18 @@
 import pytest
 import torch
 
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, train
+from tests.distributed.jobs import (
+    Job,
+    Training,
+    assert_bit_identical,
+    assert_close,
+    load_and_train,
+    train,
+    train_and_save,
+)
 from tests.distributed.test_checkpoint import same
-from tests.distributed.test_state import load_and_train, train_and_save
 
-PLACEMENTS = ["mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
+PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
 SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 
 
@@ -105,3 +112,12 @@ def test_all_of_it_is_somewhere(ranks, placement):
         assert names == set(whole[key])
         for part in own:
             assert all(torch.equal(tensor, whole[key][name]) for name, tensor in part.items())
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
+def test_sampled_labels_go_on_on_another_number_of_ranks(ranks, before, after):
+    job = Job(curvature=SAMPLED)
+    saved = ranks.run(before, train, job, range(4), None, True)[0].state
+    resumed = ranks.run(after, train, job, range(4, 8), [saved])
+    assert_bit_identical(resumed)
+    assert all(value.isfinite().all() for value in resumed[0].model.values())
