@@ -1,4 +1,4 @@
-"""What the README claims of the committed settings, as far as steps can tell it: times belong to benchmarks."""
+"""The committed settings train as docs/measurements.md says, and come from equal searches."""
 
 from statistics import median
 
