@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,16 +11,12 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 from benchmarks.scoreboard import __main__ as command
-from benchmarks.scoreboard import report, scores, search, timing
 from benchmarks.scoreboard.baselines import KLShampoo, LeanMuon, NewtonMuon, split
-from benchmarks.scoreboard.journal import Journal
 from benchmarks.scoreboard.methods import METHODS
-from benchmarks.scoreboard.run import EVALUATIONS, Result, Spec, Training, restore, train
-from benchmarks.scoreboard.search import Board, Scale, extension, tuned
+from benchmarks.scoreboard.run import Spec, Training
 from benchmarks.scoreboard.tasks import TASKS
 
 STEPS = 3
-FLAT = [1.0, 1.0, 1.0]
 
 
 def gradients(shape, seed=0):
@@ -163,189 +158,7 @@ def test_every_method_trains(method, task):
     assert all(changed)
 
 
-def test_a_divergence_is_a_result(monkeypatch):
-    found = iter([1.0, 0.9, math.nan])
-    monkeypatch.setattr("benchmarks.scoreboard.run.evaluate", lambda *_: next(found))
-    result = train(Spec(task="poisson", method="sgd", rate=1e-3, second=0.9, horizon=1, seed=0, steps=20))
-    assert result.diverged
-    assert result.final == math.inf
-    assert result.validation == [1.0, 0.9]
-
-
 # What the board concludes.
-
-
-def halving(start=1.0, factor=0.5):
-    return [start * factor**at for at in range(EVALUATIONS + 1)]
-
-
-def test_a_crossing_is_interpolated_over_the_logarithm():
-    assert scores.crossing(halving(), 0.5**7.25, 200) == pytest.approx(72.5)
-    assert scores.crossing(halving(), 0.5**21, 200) is None
-    assert scores.crossing(halving(), 2.0, 200) == 0
-    lucky = [1.0] * (EVALUATIONS + 1)
-    lucky[8] = 0.6
-    assert scores.crossing(lucky, 0.7, 200) is None
-    middle = scores.middle([[1.0, 0.5], [*[1.0] * 3], halving()])  # two have diverged
-    assert middle[-1] == math.inf
-    assert scores.crossing(middle, 0.01, 100) is None
-
-
-def test_targets_are_those_of_adamw_and_of_the_best_rival():
-    curves = {"adamw": [2.0, 1.0], "muon": [2.0, 0.8], "natural-muon": [2.0, 0.5]}
-    assert scores.targets(curves, ["adamw", "muon"], "adamw") == (1.0, 0.8)
-
-
-def test_a_missed_target_scores_the_longer_of_both_runs():
-    slow, fast = [2.0, 2.0, 2.0], [0.5, 0.5, 0.5]
-    missed = scores.reached(halving(), 1e-9, 100, slow, 10)
-    assert (missed.steps, missed.seconds, missed.missed) == (1.0, 2.0, True)
-    assert scores.reached(halving(), 1e-9, 100, fast, 10).seconds == 1.0
-    found = scores.reached(halving(), 0.5**10, 100, slow, 10)
-    assert (found.steps, found.seconds, found.missed) == (pytest.approx(0.5), pytest.approx(1.0), False)
-
-
-def test_early_steps_cost_what_they_cost():
-    ratios = [3.0, 2.0, 1.0, 2.0]
-    assert timing.cost(5, ratios, 10) == 15
-    assert timing.cost(20, ratios, 10) == 50
-    assert timing.cost(100, ratios, 10) == pytest.approx(80 + 60 * 5 / 3)
-    assert timing.steps_within(180, ratios, 10) == pytest.approx(100)
-
-
-def test_the_loss_at_equal_seconds_is_read_from_the_curve():
-    runs = [Result(validation=halving(), training=[0.3], seconds=0.0, diverged=False)]
-    one = scores.score(runs, (1.0, 1.0), 100, [2.0, 2.0, 2.0], 10)
-    assert one.equal_seconds == pytest.approx(0.5**10)
-    assert one.step == 2
-    assert scores.score(runs, (1.0, 1.0), 100, [0.5, 0.5, 0.5], 10).equal_seconds == one.final
-
-
-def one_score(steps, *, missed=False, final=1.0, equal_seconds=1.0):
-    reach = scores.Reached(steps=steps, seconds=steps, missed=missed)
-    return scores.Score(
-        final=final,
-        spread=(final, final),
-        training=1.0,
-        equal_seconds=equal_seconds,
-        step=1.0,
-        first=reach,
-        second=reach,
-        curve=FLAT,
-    )
-
-
-def test_of_rivals_that_all_miss_the_one_that_ends_lowest_counts():
-    own = {name: one_score(1.0, missed=True, final=final) for name, final in (("sgd", 3.0), ("muon", 1.0))}
-    kinds = {**dict.fromkeys(own, "rival"), "natural-muon": "ours"}
-    scored = {"t": {**own, "natural-muon": one_score(0.9)}}
-    assert report.shares_of_best_rival(scored, kinds, "natural-muon", "steps", "second") == {"t": (0.9, "muon")}
-
-
-@pytest.mark.parametrize(("best", "wanted"), [((1.0, 0.9), None), ((2.0, 0.95), 4.0), ((0.5, 0.9), 0.25)])
-def test_a_grid_is_extended_where_its_best_is_at_the_edge_and_downwards_where_it_diverged(best, wanted):
-    known = {(rate, second): 1.0 for rate in (0.5, 1.0, 2.0) for second in (0.9, 0.95)}
-    assert extension({**known, best: 0.1}) == wanted
-    assert extension(dict.fromkeys(known, math.inf)) == 0.25
-
-
-SCALE = Scale(tasks=("digits", "text"), methods=("adamw", "muon"), seeds=(101, 102))
-
-
-def result(loss):
-    curve = [2.0] * EVALUATIONS + [loss]
-    return Result(validation=curve, training=[loss], seconds=0.0, diverged=math.isinf(loss))
-
-
-def test_every_method_has_the_same_budget():
-    for method in METHODS:
-        assert len(SCALE.grid(method)) == 10
-        assert len({rate for rate, _ in SCALE.grid(method)}) == 5
-
-
-def test_a_search_extends_and_then_takes_fresh_seeds():
-    campaign = tuned(SCALE, "digits", "muon", 1)
-    specs, seen = next(campaign), []
-    while specs[0].seed == search.SEARCH_SEED:
-        seen += specs
-        specs = campaign.send([result(abs(math.log(spec.rate / 0.15)) + spec.second) for spec in specs])
-    rates = sorted({spec.rate for spec in seen})
-    assert rates == pytest.approx([0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32])
-    assert [(spec.rate, spec.second, spec.seed) for spec in specs] == [(0.16, 0.9, 101), (0.16, 0.9, 102)]
-    with pytest.raises(StopIteration):
-        campaign.send([result(1.0)] * 2)
-
-
-def fill(board, losses):
-    """Run the protocol with losses in place of trainings: a callable of the spec."""
-
-    def submit(spec):
-        done = search.Future()
-        done.set_result(result(losses(spec)))
-        submitted.append(spec)
-        return done
-
-    submitted = []
-    board._submit = submit
-    board.run(1)
-    return submitted
-
-
-def bowl(spec):
-    best = {("digits", "adamw"): 0.008, ("text", "adamw"): 0.004, ("digits", "muon"): 0.02, ("text", "muon"): 0.01}
-    distance = abs(math.log2(spec.rate / best[spec.task, spec.method]))
-    return math.exp((1.0 if spec.task == "digits" else 3.0) * distance * (1 + spec.second))
-
-
-def test_one_setting_has_the_least_mean_rank(tmp_path):
-    """A task on which losses span orders of magnitude counts no more than another."""
-    scale = replace(SCALE, tasks=("digits", "text", "poisson"))
-    board = Board(scale, Journal(tmp_path / "j.jsonl"), 0)
-
-    def losses(spec):
-        wide = spec.task == "poisson"
-        distance = abs(math.log2(spec.rate / (0.04 if wide else 0.02)))
-        return (1e-4 if wide else 1.0) * (100.0 if wide else 1.1) ** (distance + spec.second)
-
-    fill(board, losses)
-    assert board.best("poisson", "muon", 1) == (0.04, 0.9)
-    assert board.one_setting("muon", 1) == (0.02, 0.9)
-
-
-def test_a_loss_counts_as_at_most_that_at_the_start(tmp_path):
-    """All settings above the loss at the start have the same rank, whether they diverged or not."""
-    board = Board(SCALE, Journal(tmp_path / "j.jsonl"), 0)
-    bad = (0.01, 0.9)  # the best on text, diverged on digits: there it is level with all but one
-
-    def losses(spec):
-        setting = (spec.rate, spec.second)
-        if spec.task == "digits":
-            return 1.0 if setting == (0.02, 0.95) else math.inf if setting == bad else 3.0
-        return 0.01 if setting == bad else 1.0 + abs(math.log2(spec.rate / 0.02)) / 10 + (1 - spec.second)
-
-    fill(board, losses)
-    assert board.one_setting("muon", 1) == bad
-
-
-def test_a_journal_is_resumed(tmp_path):
-    path = tmp_path / "j.jsonl"
-    first = fill(Board(SCALE, Journal(path), 0), bowl)
-    assert len(first) == len({spec.key for spec in first})
-    assert fill(Board(SCALE, Journal(path), 0), bowl) == []
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:-3], lines[-1][:20]]))  # cut off in the middle of a line
-    again = fill(Board(SCALE, Journal(path), 0), bowl)
-    assert {spec.key for spec in again} == {restore(json.loads(line))[0] for line in lines[-3:]}
-
-
-def test_a_forgotten_and_a_changed_method_run_again(tmp_path, monkeypatch):
-    path = tmp_path / "j.jsonl"
-    first = {spec.key for spec in fill(Board(SCALE, Journal(path), 0), bowl) if spec.method == "muon"}
-    Journal(path).forget(["muon"])
-    assert {spec.key for spec in fill(Board(SCALE, Journal(path), 0), bowl)} == first
-    monkeypatch.setitem(METHODS, "muon", replace(METHODS["muon"], revision=99))
-    again = fill(Board(SCALE, Journal(path), 0), bowl)
-    assert ({spec.method for spec in again}, len(again)) == ({"muon"}, len(first))
 
 
 @pytest.mark.slow

@@ -114,41 +114,6 @@ def test_a_token_loss_is_counted_in_positions(tmp_path):
     assert read(tmp_path / "norms.csv")  # an epoch is two steps
 
 
-def test_what_could_not_be_measured_is_told(tmp_path):
-    done = run("analyze", "tabular", "--steps", 1, "--figure", "norms,drift", "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    assert "norms: nothing measured, no epoch was completed" in done.output
-    assert "drift: nothing measured, two steps in a row are needed" in done.output
-    assert "<svg" not in (tmp_path / "index.html").read_text()
-
-
-@pytest.mark.slow
-def test_options_take_the_place_of_tuned_values(tmp_path):
-    given = ("--lr", 0.02, "--damping", 0.5, "--fisher", "empirical", "--kl-clip", 0, "--option", "momentum=0.5")
-    done = run("analyze", "tabular", "--steps", 1, "--figure", "error", *given, "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    job = json.loads((tmp_path / "analysis.json").read_text())["job"]
-    assert (job["learning_rate"], job["damping"], job["fisher"], job["kl_clip"]) == (0.02, 0.5, "empirical", None)
-    assert job["options"] == {"momentum": 0.5}
-    assert {row["damping"] for row in read(tmp_path / "error.csv")} == {"0.5"}
-
-
-def test_another_curvature_leaves_the_tuned_ones_options_behind(tmp_path):
-    done = run("analyze", "tabular", "--curvature", "hylo", "--epochs", 1, "--figure", "norms", "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    job = json.loads((tmp_path / "analysis.json").read_text())["job"]
-    assert (job["curvature"], job["form"], job["fisher"]) == ("hylo", None, None)
-    assert job["inverses"] == 20  # as of natgrad
-    assert "Trained by sgd behind hylo" in done.output
-
-
-def test_contenders_of_comparisons_are_analyzed(tmp_path):
-    out = tmp_path / "seen"
-    done = run("analyze", "tabular", "--optimizer", "ekfac", "--steps", 2, "--figure", "norms", "--out", out)
-    assert done.exit_code == 0, done.output
-    assert json.loads((out / "analysis.json").read_text())["job"]["curvature"] == "ekfac"
-
-
 def test_a_divergence_has_its_own_exit_code_and_keeps_what_was_measured(tmp_path):
     done = run("analyze", "tabular", "--optimizer", "sgd", "--lr", 1e38, "--steps", 6, "--out", tmp_path)
     assert done.exit_code == 1, done.output

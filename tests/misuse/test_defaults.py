@@ -104,28 +104,12 @@ def test_without_a_damping_a_curvature_takes_its_own(curvature, given):
     assert preconditioner.metrics()["damping"] == curvature.default_damping
 
 
-def test_without_any_curvature_the_damping_is_that_of_kfac():
-    assert gradients(None)[0].metrics()["damping"] == 1e-3
-
-
 def test_in_a_mapping_each_layer_has_the_damping_of_its_own_curvature():
     mapping = {"0": natgrad.HyLo(1.0), "1": None, "3": natgrad.KFAC(), "*": natgrad.SNGD()}
     preconditioner, found = gradients(mapping)
     _, wanted = gradients(mapping, damping=ByKind(1.0, layers={"0": 0.1, "3": 1e-3, "5": 0.1}))
     assert_close(found, wanted)
     assert preconditioner.metrics()["damping"] == 0.1  # that of the first
-
-
-def test_norm_layers_have_the_damping_of_the_curvature_beside_which_they_stand():
-    _, found = gradients({"*": natgrad.HyLo()})
-    _, wanted = gradients(natgrad.HyLo(), damping=0.1)
-    assert_close({"1.weight": found["1.weight"]}, wanted)
-
-
-def test_a_mapping_whose_curvatures_agree_has_one_damping():
-    preconditioner, _ = gradients({"0": natgrad.HyLo(), "*": natgrad.SNGD()})
-    assert preconditioner.metrics()["damping"] == 0.1
-    assert preconditioner._damping.layers == {}
 
 
 def test_explain_shows_the_damping_of_each_curvature():

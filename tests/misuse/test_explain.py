@@ -63,43 +63,6 @@ def test_a_layer_without_a_gradient_in_this_step_was_preconditioned_before():
     assert preconditioner.explain().preconditioned == 1.0
 
 
-class Failing(natgrad.KFAC):
-    """K-FAC whose decompositions fail of layers with 4 columns, weight and bias."""
-
-    def compute(self, task, averages, damping, previous=None):
-        written, fine = super().compute(task, averages, damping, previous)
-        return written, torch.zeros_like(fine) if task == "A" and averages["A"].shape[-1] == 4 else fine
-
-
-def test_a_layer_whose_decompositions_all_failed_was_not_preconditioned():
-    model, preconditioner, step = training(Failing())
-    model.calls_second = True
-    for _ in range(2):
-        step()
-    rows = {row.parameter: row for row in preconditioner.explain().rows}
-    assert rows["first.weight"].preconditioned
-    assert not rows["second.weight"].preconditioned
-    assert not rows["second.weight"].fallback
-
-
-def test_a_loaded_state_has_preconditioned_nothing_yet():
-    _, preconditioner, step = training()
-    step()
-    _, other, step = training()
-    other.load_state_dict(preconditioner.state_dict())
-    assert other.explain().preconditioned == 0.0
-    step()
-    assert other.explain().preconditioned > 0.0
-
-
-def test_forgotten_steps_precondition_nothing():
-    model, preconditioner, _ = training()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(8, 5)).square().mean().backward()
-    optimizer.step()
-    assert preconditioner.explain().preconditioned == 0.0
-
-
 def test_complex_weights_are_left_to_the_optimizer():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, dtype=torch.complex64))
     text = str(natgrad.Preconditioner(model, kl_clip=None).explain())

@@ -77,12 +77,6 @@ def test_the_factor_is_named():
     assert ".grad is 2.5 times" in text
 
 
-def test_it_is_told_in_the_step_after():
-    torch.manual_seed(0)
-    assert train(with_bias(), scale(2.5), steps=1) == []
-    assert len(train(with_bias(), scale(2.5), steps=2)) == 1
-
-
 def test_a_scaler_that_the_preconditioner_does_not_know():
     def scaled(outputs, y):
         return cross_entropy(outputs, y) * 2.0**16
@@ -151,17 +145,6 @@ def test_a_penalty_on_the_parameters_is_silent():
     torch.manual_seed(0)
     model = with_bias()
     assert train(model, loss=penalised) == []
-
-
-def test_a_gradient_that_is_not_finite_is_no_mismatch():
-    calls = iter(range(10))
-
-    def overflow(model):
-        if next(calls) == 0:
-            scale(float("inf"))(model)
-
-    torch.manual_seed(0)
-    assert train(with_bias(), overflow) == []
 
 
 def test_a_norm_over_several_dimensions_is_compared_too():

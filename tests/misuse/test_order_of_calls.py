@@ -1,8 +1,6 @@
 """backward, preconditioner.step(), optimizer.step(): what is forgotten or swapped is told at once, and only that."""
 
-import copy
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -35,14 +33,6 @@ class Training:
         self.optimizer.step()
 
 
-def caught(act):
-    """The messages of natgrad's warnings."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        act()
-    return [str(one.message) for one in found if one.category is natgrad.NatgradWarning]
-
-
 # In steps without statistics no hook looks at the backward pass.
 SPARSE = natgrad.Refresh(factors=100, inverses=100)
 
@@ -55,26 +45,6 @@ def test_a_forgotten_step_is_warned_of_at_once(steps):
     training.backward()
     with pytest.warns(natgrad.NatgradWarning, match=f"^natgrad: optimizer.* {FORGOTTEN}: call preconditioner.step"):
         training.optimizer.step()
-
-
-def test_it_is_warned_of_once():
-    training = Training()
-
-    def forget():
-        for _ in range(3):
-            training.backward()
-            training.optimizer.step()
-
-    assert len(caught(forget)) == 1
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_step_forgotten_once_does_not_make_the_next_a_late_one(set_to_none):
-    training = Training()
-    training.backward()
-    with pytest.warns(natgrad.NatgradWarning, match=FORGOTTEN):
-        training.optimizer.step()
-    training.step(set_to_none=set_to_none)
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
@@ -120,21 +90,6 @@ def test_an_optimizer_around_both_is_silent():
         both.zero_grad()
         training.loss().backward()
         both.step()
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_a_closure_is_silent():
-    training = Training()
-    both = natgrad.PreconditionedOptimizer(training.optimizer, training.preconditioner)
-
-    def closure():
-        both.zero_grad()
-        loss = training.loss()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        both.step(closure)
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
@@ -193,26 +148,6 @@ def test_two_models_that_train_by_each_other_are_silent():
         optimizers[1].zero_grad()
 
 
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_an_optimizer_of_other_parameters_is_silent():
-    training = Training()
-    head = torch.nn.Linear(3, 3)
-    other = torch.optim.SGD(head.parameters(), lr=0.1)
-    training.optimizer.zero_grad()
-    cross_entropy(head(training.model(torch.randn(8, 5))), torch.randint(3, (8,))).backward()
-    other.step()
-    training.preconditioner.step()
-    training.optimizer.step()
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_a_detached_preconditioner_does_not_look():
-    training = Training()
-    training.preconditioner.detach()
-    training.backward()
-    training.optimizer.step()
-
-
 def test_the_optimizer_does_not_keep_the_preconditioner_alive():
     training = Training()
     training.step()
@@ -222,15 +157,6 @@ def test_the_optimizer_does_not_keep_the_preconditioner_alive():
     assert gone() is None
     training.backward()
     training.optimizer.step()
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_a_copied_optimizer_does_not_look():
-    training = Training()
-    twin = copy.deepcopy(training.optimizer)
-    training.backward()
-    twin.step()
-    training.preconditioner.step()
 
 
 # --- The first step -------------------------------------------------------------------------------------------------

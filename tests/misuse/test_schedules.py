@@ -61,11 +61,6 @@ def test_batches_between_that_no_epoch_has(options, told):
         daso(steps_per_epoch=48, **options)
 
 
-def test_an_epoch_of_one_step():
-    with pytest.raises(ValueError, match=r"steps_per_epoch=1 .* above batches_between \+ batches_to_wait"):
-        daso(steps_per_epoch=1, batches_between=1, batches_to_wait=0)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -94,14 +89,6 @@ def test_epochs_too_short_for_a_message(between, wait, told):
     if told is not None:
         assert told in str(found[0].message)
         assert f"batches_between={between}" in str(found[0].message)
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_a_short_last_epoch_tells_nothing():
-    averager = daso(batches_between=4)
-    for steps in (6, 2):
-        train(averager, steps)
-        averager.next_epoch()
 
 
 class Preconditioned:

@@ -81,18 +81,6 @@ def test_every_head_has_the_rows_of_its_own_term(form, by_pattern):
     dense.assert_equal(actual, dense.KFAC(damping=DAMPING, form=form).step(rows))
 
 
-def test_the_moments_of_ekfac_are_those_of_the_terms_rows():
-    data = batch()
-    rows, _ = dense_rows(data)
-    masked = int((data[1] != IGNORED).sum())
-    curvature = natgrad.EKFAC()
-    actual, _ = natural(
-        data, {"tokens": "tokens"}, masked, curvature=curvature, refresh=natgrad.Refresh(factors=1, inverses=1)
-    )
-    # Where basis and moments are renewed together, EKFAC is K-FAC.
-    dense.assert_equal(actual, dense.KFAC(damping=DAMPING).step(rows))
-
-
 def test_patterns_count_their_tokens_apart():
     data = batch()
     rows, _ = dense_rows(data, trunk="tokens")
@@ -132,13 +120,6 @@ def test_accumulation_equals_one_batch_where_the_terms_have_equal_shares():
         (loss(model, *parts) / 2).backward()
     preconditioner.step()
     dense.assert_equal(dense.gradients(model), whole)
-
-
-def test_a_mapping_of_one_word_is_that_word():
-    data = batch()
-    mapped, _ = natural(data, {"*": "mean"}, None)
-    plain, _ = natural(data, "mean", None)
-    dense.assert_equal(mapped, plain, tolerance=0)
 
 
 def test_explain_shows_the_reduction_of_each_layer(monkeypatch):
@@ -263,18 +244,3 @@ def test_an_explicit_reduction_is_never_overridden():
     with pytest.warns(natgrad.NatgradWarning):
         default, _ = stepped("sequences")
     dense.assert_equal(explicit, default, tolerance=0)
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-@pytest.mark.parametrize("name", ["images", "signals"])
-def test_a_default_that_fits_is_silent(name):
-    stepped(name)
-
-
-def test_auto_takes_a_count_where_it_found_tokens_alone():
-    make, shape, _ = MODELS["images"]
-    model = make()
-    preconditioner = natgrad.Preconditioner(model, reduction="auto")
-    model(torch.randn(shape, dtype=torch.float64)).square().mean().backward()
-    with pytest.raises(ValueError, match="count=3"):
-        preconditioner.step(count=3)

@@ -1,6 +1,5 @@
 """Steps of the optimizer beside those of DASO."""
 
-import copy
 import warnings
 
 import pytest
@@ -72,48 +71,8 @@ def test_a_step_of_a_preconditioned_optimizer(inner):
     assert any("two steps" in str(one.message) for one in found)
 
 
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_its_own_steps_are_none():
-    scaler = torch.amp.GradScaler("cpu")
-    training = Training(scaler=scaler)
-    for _ in range(3):
-        training.backward(scaler.scale)
-        training.daso.step()
-
-
 def test_the_step_of_a_checkpoint_loader_is_none():
     training = Training()
     get_optimizer_state_dict(training.model, training.optimizer)
     assert training.optimizer.state
     training.daso.step()
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_a_step_without_gradients_is_none():
-    training = Training()
-    training.optimizer.step()
-    training.daso.step()
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_a_copy_of_the_optimizer_may_step():
-    training = Training()
-    other = copy.deepcopy(training.optimizer)
-    training.backward()
-    for mine, theirs in zip(training.optimizer.param_groups, other.param_groups, strict=True):
-        theirs["params"] = [p.detach().clone().requires_grad_() for p in mine["params"]]
-        for parameter in theirs["params"]:
-            parameter.grad = torch.ones_like(parameter)
-    other.step()
-    training.daso.step()
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_after_detach_the_optimizer_is_free():
-    training = Training()
-    training.daso.detach()
-    training.backward()
-    training.optimizer.step()
-    second = natgrad.DASO(training.model, training.optimizer)
-    training.backward()
-    second.step()

@@ -5,14 +5,13 @@ from itertools import product
 from time import perf_counter
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from natgrad.distributed import Assignment, LayerDemand, Placement, make_plan, resolve
 from tests.placement.layers import kfac, models, placements, ranks, resnet50, resnet50_positions
 
 pure = settings(max_examples=100, deadline=None, derandomize=True)
-ONE_WORKER = ("mem-opt", "reduce-scatter", "dp")
 
 
 def some(P):
@@ -127,69 +126,7 @@ def test_dp_balances_what_builds_factors_too(batch, factor_refreshes):
     assert max(work) <= max(1.2 * sum(work) / 16, largest * (1 + 1e-9))
 
 
-def test_measured_work_is_not_counted_twice():
-    layers, positions = resnet50(), resnet50_positions(32)
-    costs = dict.fromkeys(layers, 2.0)
-    plan = make_plan(Placement(name="dp", positions=positions, costs=costs), layers, 16)
-    assert dict(plan.weights) == costs
-
-
-@pure
-@given(placements(names=("comm-opt", "mem-opt", "reduce-scatter", "dp")), models)
-def test_no_rank_could_be_done_sooner_with_its_last_piece(options, works):
-    P, placement = options
-    assume(placement.owners == "balanced")
-    assume(works)
-    plan = make_plan(placement, works, P)
-    speeds = placement.speeds or (1.0,) * P
-    # Layers where a rank works for them alone, else their parts; each goes to the one that is done first.
-    apart = placement.name == "comm-opt"
-    pieces = {
-        (key, part) if apart else (key,): plan.weight(key, part) if apart else plan.weights[key]
-        for key, work in works.items()
-        for part in work.parts
-    }
-    where = {piece: plan.assignments[piece[0]].owners[piece[-1] if apart else "A"] for piece in pieces}
-    last = max(where.values(), key=lambda rank: plan.refresh_work(rank) / speeds[rank])
-    span = plan.refresh_work(last) / speeds[last]
-    least = min(cost for piece, cost in pieces.items() if where[piece] == last)
-    for rank in some(P):
-        assert span <= (plan.refresh_work(rank) + least) / speeds[rank] * (1 + 1e-12)
-
-
-def test_round_robin_takes_turns():
-    works = {name: kfac(9 - index, 4) for index, name in enumerate("abcdefg")}
-    plan = make_plan(Placement(name="mem-opt", owners="round-robin"), works, 3)
-    assert [assignment.workers for assignment in plan.assignments.values()] == [
-        (0,),
-        (1,),
-        (2,),
-        (0,),
-        (1,),
-        (2,),
-        (0,),
-    ]
-    plan = make_plan(Placement(name="comm-opt", owners="round-robin"), works, 3)
-    assert [rank for assignment in plan.assignments.values() for rank in assignment.owners.values()] == [
-        *range(3)
-    ] * 4 + [0, 1]
-
-
 # --- What it depends on ---------------------------------------------------------------------------------------------
-
-
-@pure
-@given(placements(), st.lists(st.integers(1, 10**6), unique=True, max_size=12), st.randoms())
-def test_the_order_of_layers_does_not_matter_where_costs_differ(options, costs, random):
-    P, placement = options
-    assume(placement.owners == "balanced")
-    works = {str(cost): LayerDemand(parts={"A": 2.0**21 * cost, "G": cost / 2**22}) for cost in costs}
-    shuffled = list(works.items())
-    random.shuffle(shuffled)
-    plan, other = make_plan(placement, works, P), make_plan(placement, dict(shuffled), P)
-    assert plan.assignments == other.assignments
-    assert plan.placement == other.placement
-    assert make_plan(placement, dict(works), P) == plan
 
 
 def test_measured_costs_override_modelled_ones():
@@ -203,12 +140,6 @@ def test_measured_costs_override_modelled_ones():
         make_plan(Placement(name="mem-opt", costs={**costs, "gone": 9.0}), works, 2)
     del works["other"]  # as when a layer is frozen later
     assert make_plan(Placement(name="mem-opt", costs=costs), works, 2, plan.assignments).refresh_work(0) == 3.0
-
-
-def test_what_is_not_measured_is_modelled_in_the_same_unit():
-    works = {"measured": kfac(10, 10), "twice": kfac(10, 10, blocks=2), "thrice": kfac(10, 10, blocks=3)}
-    plan = make_plan(Placement(name="mem-opt", costs={"measured": 0.25}), works, 2)
-    assert plan.weights == {"measured": 0.25, "twice": 0.5, "thrice": 0.75}
 
 
 @pure
@@ -309,19 +240,6 @@ def test_a_plan_prints_itself():
     assert f"{plan.traffic()['step']['gradients']:,}" in text
     assert f"{plan.held(0) / 2**20:,.2f} MiB" in text
     assert repr(plan) == "<Plan hybrid:0.5: 2 layers on 4 ranks>"
-
-
-def test_many_ranks_are_summarised():
-    text = str(make_plan(resolve("mem-opt"), resnet50(), 1024))
-    assert len(text.splitlines()) < 30
-    assert all(word in text for word in ("least", "mean", "most", "0.05", "gradients"))
-
-
-@pure
-@given(placements(), models)
-def test_any_plan_can_be_printed(options, works):
-    P, placement = options
-    assert str(make_plan(placement, works, P))
 
 
 # --- What is refused ------------------------------------------------------------------------------------------------

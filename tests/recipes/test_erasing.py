@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from natgrad.recipes import RunningMixup, ZeroErasing
+from natgrad.recipes import ZeroErasing
 
 
 def drawn(erasing, count, height, width, seed=0):
@@ -28,18 +28,6 @@ def test_rectangles_have_the_areas_ratios_and_places_of_the_paper():
         assert abs(place.mean() - 0.5) < 0.02
         assert (start == 0).any()
         assert (start + size == 200).any()
-
-
-def test_what_does_not_fit_is_drawn_again():
-    boxes = drawn(ZeroErasing(1.0), 3000, 8, 100)
-    assert (boxes[:, 2] > 0).all()
-    assert (boxes[:, 2] <= 8).all()
-    # Upright rectangles of the least area are 12.6 = √(16 / 0.1) at most, so many draws do not fit.
-    assert (boxes[:, 2] + boxes[:, 0]).max() == 8
-
-
-def test_what_can_never_fit_stays_whole():
-    assert not drawn(ZeroErasing(1.0), 10, 1, 4000).any()
 
 
 def test_exactly_the_rectangles_are_zero_in_all_channels():
@@ -70,16 +58,6 @@ def test_steps_seeds_and_ranks_draw_apart_and_a_resumed_one_the_same():
     assert erasing.state_dict() == {"steps": 2}
     for other in (second, ZeroErasing(seed=2, rank=0)(inputs), ZeroErasing(seed=1, rank=1)(inputs)):
         assert not torch.equal(first, other)
-
-
-def test_the_mixture_keeps_what_is_erased():
-    erased, whole = RunningMixup(0.4, classes=2), RunningMixup(0.4, classes=2)
-    erasing, labels = ZeroErasing(1.0), torch.tensor([0, 1])
-    for step in range(3):
-        inputs = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(step))
-        mixed, _ = erased(inputs, labels)
-        assert (erasing(mixed) == 0).any()
-        assert torch.equal(mixed, whole(inputs, labels)[0])
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.5])

@@ -57,16 +57,6 @@ def test_it_is_the_update_of_the_paper_by_differences_of_weights():
         assert parameter.item() == pytest.approx(now, rel=1e-13)
 
 
-def test_at_a_constant_rate_it_is_torchs_momentum_and_else_not():
-    for end, same in ((1e12, True), (20, False)):
-        ways = []
-        for build in (HeavyBall, torch.optim.SGD):
-            parameter = weight()
-            optimizer = build([parameter], lr=0.1, momentum=0.9)
-            ways.append(run(optimizer, PolynomialDecay(optimizer, start=0, end=end, power=2), parameter, 10))
-        assert (ways[0] == pytest.approx(ways[1], rel=1e-8)) is same
-
-
 def test_groups_have_rates_and_momenta_of_their_own():
     first, second = weight(), weight()
     optimizer = HeavyBall([{"params": [first], "lr": 0.5}, {"params": [second], "momentum": 0.3}], lr=0.1, momentum=0.9)
@@ -94,27 +84,6 @@ def test_a_saved_optimizer_and_scheduler_go_on_bit_by_bit():
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     schedule.load_state_dict(copy.deepcopy(scheduler.state_dict()))
     assert run(resumed, schedule, second, 4) == expected[4:]
-
-
-def test_without_momentum_the_rate_alone_falls():
-    parameter = weight()
-    optimizer = torch.optim.AdamW([parameter], lr=0.1)
-    scheduler = PolynomialDecay(optimizer, start=0, end=2, power=1)
-    run(optimizer, scheduler, parameter, 1)
-    assert scheduler.get_last_lr() == [pytest.approx(0.05)]
-
-
-def test_after_a_warm_up_of_torch():
-    parameter = weight()
-    optimizer = HeavyBall([parameter], lr=1.0, momentum=0.8)
-    rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
-    fall = PolynomialDecay(optimizer, start=0, end=4, power=1)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[2])
-    rates = []
-    for _ in range(5):
-        rates.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
-        run(optimizer, scheduler, parameter, 1)
-    assert rates == [pytest.approx(each) for each in [(0.5, 0.8), (0.75, 0.8), (1, 0.8), (0.75, 0.6), (0.5, 0.4)]]
 
 
 def test_parameters_without_gradients_stay_and_closures_are_evaluated():
@@ -160,22 +129,6 @@ def test_step_decays_of_the_papers():
         rising = 1 / 16 + (1 - 1 / 16) * min(step / 20, 1)
         falls = sum(step >= 4 * epoch for epoch in (25, 35, 40, 45, 50))
         assert rate == pytest.approx(0.8 * rising * 0.1**falls, rel=1e-9)
-
-
-def test_a_step_decay_goes_on_where_it_was_saved():
-    row = StepDecay(epochs=4, milestones=(2, 3), warmup=1)
-    optimizers = [torch.optim.SGD([weight()], lr=0.8) for _ in range(2)]
-    straight, resumed = (row.scheduler(each, steps_per_epoch=2, start=0.25) for each in optimizers)
-    for step in range(8):
-        optimizers[0].step()
-        straight.step()
-        if step == 2:
-            resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        elif step > 2:
-            optimizers[1].step()
-            resumed.step()
-            assert straight.get_last_lr() == resumed.get_last_lr()
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,15 @@
 """The glyphs show what their labels say, visibly, in fonts and places that training and testing do not share."""
 
-import pathlib
-
-import matplotlib
 import pytest
 import torch
-from matplotlib.font_manager import FontProperties
-from matplotlib.path import Path
-from matplotlib.textpath import TextPath
 from torch import Generator, Tensor
 from torch.nn import functional
 
 from natgrad import tasks
 from natgrad.errors import NatgradError
-from natgrad.tasks import facts, glyphs
+from natgrad.tasks import glyphs
 
 FONTS = (*glyphs.TRAIN_FONTS, *glyphs.TEST_FONTS)
-
-
-def outline(font: str, character: str) -> Tensor:
-    """Fill a character's outline by matplotlib, a renderer of its own, centred as a stencil is: coverage [64, 64]."""
-    properties = FontProperties(fname=pathlib.Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf"))
-    path = TextPath((0, 0), character, size=glyphs.FONT, prop=properties)
-    box = path.get_extents()
-    ticks = (torch.arange(2 * glyphs.STENCIL) + 0.5) / 2 - glyphs.STENCIL / 2
-    y, x = torch.meshgrid(-ticks, ticks, indexing="ij")
-    points = torch.stack((x.flatten() + (box.x0 + box.x1) / 2, y.flatten() + (box.y0 + box.y1) / 2), 1)
-    inside = torch.zeros(len(points), dtype=torch.bool)
-    for contour in path.to_polygons():
-        inside ^= torch.from_numpy(Path(contour).contains_points(points.numpy()))
-    return functional.avg_pool2d(inside.view(1, len(ticks), len(ticks)).float(), 2)[0]
 
 
 def test_training_and_testing_share_no_font_and_no_part_of_a_photograph() -> None:
@@ -37,18 +17,6 @@ def test_training_and_testing_share_no_font_and_no_part_of_a_photograph() -> Non
     train, test = glyphs.photographs()
     assert train.shape[-1] + test.shape[-1] == 640
     assert 0 <= min(train.min(), test.min()) < max(train.max(), test.max()) <= 1
-
-
-@pytest.mark.parametrize("font", ["DejaVuSans-Bold", "STIXGeneralBol", "cmr10"])
-def test_stencil_of_each_character_is_the_one_nearest_to_its_outline(font: str) -> None:
-    stencils = glyphs.stencils((font,))[0]
-    for index, character in enumerate(facts.CHARACTERS):
-        drawn = outline(font, character)
-        # Hinting moves strokes by up to a pixel.
-        nudged = torch.stack([drawn.roll((down, right), (0, 1)) for down in (-1, 0, 1) for right in (-1, 0, 1)])
-        likeness = functional.cosine_similarity(stencils[:, None].flatten(2), nudged.flatten(1), dim=2).amax(dim=1)
-        assert likeness.argmax() == index, character
-        assert likeness.max() > 0.85
 
 
 def test_every_character_of_every_font_differs_from_the_others_and_fits_its_stencil() -> None:
@@ -119,21 +87,6 @@ def test_seed_decides_the_images_and_depth_does_not() -> None:
     )
     assert torch.equal(first.tensors[0], depth.tensors[0])
     assert not torch.equal(first.tensors[1], seed.tensors[1])
-
-
-def test_images_are_standardised_by_the_training_set() -> None:
-    train, test = tasks.get("glyphs", images=400).datasets()
-    deviation, mean = torch.std_mean(train.tensors[0], dim=(0, 2, 3))
-    torch.testing.assert_close(mean, torch.zeros(3), atol=1e-4, rtol=0)
-    torch.testing.assert_close(deviation, torch.ones(3), atol=1e-4, rtol=0)
-    assert len(test) == 100
-
-
-def test_more_images_than_a_chunk_are_all_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(glyphs, "CHUNK", 10)
-    images, labels = glyphs.render(glyphs.TEST_FONTS, glyphs.photographs()[1], 25, Generator().manual_seed(0))
-    assert images.shape == (25, 3, 32, 32)
-    assert labels.shape == (25,)
 
 
 def test_a_font_that_matplotlib_lacks_is_named() -> None:

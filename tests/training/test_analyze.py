@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from natgrad.training.analysis import Measures, Probe
+from natgrad.training.analysis import Measures
 from natgrad.training.analysis.norms import ALL
 from natgrad.training.analyze import Measured, Study, analyze
 from natgrad.training.display import Silent
@@ -93,15 +93,6 @@ def test_norms_are_those_of_the_gradient_before_it_is_preconditioned():
     assert [each.norm for each in with_kfac] == pytest.approx([each.norm for each in without], rel=1e-4)
 
 
-def test_each_epoch_has_its_own_sum_and_only_whole_epochs_count():
-    job = Job(task="tabular", optimizer="sgd", learning_rate=1e-9, steps=17)  # of 7 steps an epoch
-    measures = measured(job=job, figures=("norms",))[1]
-    every = [each for each in measures.norms if each.layer == ALL]
-    assert [each.epoch for each in every] == [0, 1]
-    assert every[1].norm == pytest.approx(every[0].norm, rel=0.05)
-    assert every[1].change == pytest.approx(abs(every[1].norm / every[0].norm - 1))
-
-
 def test_hylo_switches_in_the_epochs_that_are_told():
     known = []
 
@@ -134,54 +125,6 @@ def test_factors_of_the_same_batch_and_parameters_do_not_drift():
     assert min(each.drift for each in others) > 1e-3
 
 
-def test_drift_is_that_of_the_runs_own_batches():
-    job = Job(task="tabular", optimizer="sgd", learning_rate=0.1, steps=3)
-    seen = []
-
-    class Spy(Measured):
-        def _step(self, inputs, targets):
-            state = {name: value.clone() for name, value in self.model.state_dict().items()}
-            seen.append((state, inputs, targets))
-            return super()._step(inputs, targets)
-
-    measures = Measures()
-    study = Study(job=job, figures=("drift",), every=1).resolved()
-    Spy(study, measures, world=WORLD, observer=Silent(), stop=lambda: False).run()
-    task = job.build_task()
-    probe = Probe(task.model, task.loss)
-    first, second = (probe.observe(*each)["2"].factors["G"] for each in seen[1:])
-    (found,) = (each.drift for each in measures.drift if (each.step, each.layer, each.factor) == (2, "2", "G"))
-    assert found == pytest.approx(float((second - first).norm() / first.norm()))
-
-
-def test_kernels_larger_than_the_batch_are_made_of_several_passes():
-    job = Job(task="tabular", steps=1)
-    whole = measured(job=job, figures=("rank",), batch_sizes=(30, 200, 448))[1].rank
-    larger = Job(task="tabular", steps=1, batch_size=448)
-    at_once = measured(job=larger, figures=("rank",), batch_sizes=(30, 200, 448))[1].rank
-    assert [(each.layer, each.batch_size, each.rank) for each in whole] == [
-        (each.layer, each.batch_size, each.rank) for each in at_once
-    ]
-
-
-def test_snapshots_are_spread_from_the_first_step_to_the_last():
-    job = Job(task="tabular", steps=11)
-    assert sorted(Study(job=job, snapshots=3).snapshot_steps) == [0, 5, 10]
-    assert sorted(Study(job=job, snapshots=1).snapshot_steps) == [0]
-    assert sorted(Study(job=job, snapshots=99).snapshot_steps) == list(range(11))
-
-
-def test_defaults_follow_the_batch():
-    study = Study(job=Job(task="digits", damping=0.2)).resolved()
-    assert study.batch_sizes == (64, 128, 256, 512)
-    assert study.ranks == (1, 3, 6, 13, 26, 64, 128)
-    assert study.kernel_damping == 0.2
-    assert study.every == 4  # of 240 steps
-    text = Study(job=Job(task="text")).resolved()
-    assert text.rows == 512  # 4 sequences of 128 bytes
-    assert text.batch_sizes == (256, 512, 1024, 2048)
-
-
 def test_what_was_measured_before_a_stop_is_kept():
     asked = []
 
@@ -193,18 +136,6 @@ def test_what_was_measured_before_a_stop_is_kept():
     assert training.position.step == 6  # the stop is heard of a step later
     assert {(each.step, each.layer) for each in measures.rank} == {(0, layer) for layer in "0246"}
     assert max(each.step for each in measures.drift) == training.position.step - 1
-
-
-def test_a_stop_ends_a_snapshot_that_takes_long():
-    asked = []
-
-    def stop():
-        asked.append(1)
-        return len(asked) > 2
-
-    training, measures = measured(job=Job(task="tabular", epochs=9), figures=("error",), stop=stop)
-    assert training.position.step == 2  # the stop is heard of a step later
-    assert {each.layer for each in measures.error} == {"0", "2"}
 
 
 @pytest.mark.parametrize("labels", ["true", "sampled"])

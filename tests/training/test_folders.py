@@ -67,22 +67,6 @@ def test_checkpoints_of_other_runs_and_copies_are_neither_loaded_nor_deleted(tmp
     assert sorted(path.name for path in (own / "checkpoints").iterdir()) == [*names, "step-99 (copy)"]
 
 
-def test_a_checkpoint_of_another_run_is_not_replaced_by_one_of_the_same_step(tmp_path):
-    own, other = tmp_path / "own", tmp_path / "other"
-    train(JOB, Output(folder=own))
-    train(replace(JOB, steps=14, seed=1), Output(folder=other))
-    foreign = own / "checkpoints" / "step-000000014"
-    shutil.copytree(other / "checkpoints" / "step-000000014", foreign)
-    before = contents(foreign)
-    with pytest.warns(NatgradWarning) as warned:
-        train(replace(JOB, steps=14), Output(folder=own), resume=True)
-    first, second = (str(warning.message) for warning in warned)
-    assert "is not a checkpoint of this run" in first
-    assert re.search("not of this run; move it .* the checkpoint of step 7 stays", second)
-    assert contents(foreign) == before
-    assert saved_step(own) == 7
-
-
 def test_a_copied_folder_is_resumed(tmp_path):
     train(JOB, Output(folder=tmp_path / "run"))
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -119,14 +103,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_afresh(tmp_path, monkey
     assert f"{tmp_path} holds no checkpoint yet: the run starts afresh\n" in done.stdout
     assert steps(tmp_path) == [7]
     assert saved_step(tmp_path) == 7
-
-
-def test_another_run_does_not_take_the_folder_of_a_killed_one(tmp_path, monkeypatch):
-    killed_before_its_first_checkpoint(tmp_path, monkeypatch)
-    before = contents(tmp_path)
-    with pytest.raises(ValueError, match="a folder without a run"):
-        train(replace(JOB, seed=1), Output(folder=tmp_path))
-    assert contents(tmp_path) == before
 
 
 def test_the_same_command_does_not_repeat_a_run_with_a_checkpoint(tmp_path):
@@ -236,12 +212,6 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing_lock(errno.ENOLCK))
     with pytest.warns(NatgradWarning, match="has no locks: make sure"), claimed(tmp_path / "run", "out"):
         assert (tmp_path / "run").is_dir()
-
-
-def test_a_lock_that_fails_otherwise_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", failing_lock(errno.EIO))
-    with pytest.raises(OSError, match="put/output error"), claimed(tmp_path / "run", "out"):
-        pass
 
 
 def test_points_that_could_not_be_written_are_written_later(tmp_path, monkeypatch):

@@ -57,10 +57,6 @@ def test_what_is_not_allowed_is_named(values, named):
         Job.from_json(values)
 
 
-def test_a_kl_clip_of_0_is_none():
-    assert Job(task="digits", kl_clip=0) == Job(task="digits", kl_clip=None)
-
-
 def test_resolving_fills_in_the_defaults_of_task_and_optimizer():
     job = Job(task="tabular", optimizer="sgd").resolved()
     assert (job.batch_size, job.epochs, job.steps, job.learning_rate) == (64, 30, None, 1e-3)
@@ -72,8 +68,3 @@ def test_a_batch_must_divide_over_ranks_and_backward_passes_and_fit_the_data():
         Job(task="tabular", batch_size=10, workers=2, accumulate=2).resolved()
     with pytest.raises(ValueError, match="at most"):
         Job(task="tabular", batch_size=10_000).resolved()
-
-
-@pytest.mark.parametrize(("curvature", "damping"), [("hylo", 0.1), ("sngd", 0.1), ("kfac", 1e-3), ("none", None)])
-def test_a_damping_that_is_left_out_is_the_curvatures_own(curvature, damping):
-    assert Job(task="tabular", optimizer="sgd", curvature=curvature, steps=1).resolved().damping == damping

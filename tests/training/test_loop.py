@@ -94,16 +94,6 @@ def test_a_stopped_run_goes_on_bit_by_bit(settings):
     ]
 
 
-def test_noise_goes_on_where_it_stopped():
-    states = []
-    run = training(Job(task="tabular", steps=2), save=lambda run: states.append(run.state_dict()))
-    run.run()
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    training(Job(task="tabular", steps=2)).load_state_dict(states[0])
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_a_divergence_ends_the_run_and_keeps_what_came_before():
     saved = []
     run = training(Job(task="tabular", optimizer="sgd", learning_rate=1e38, epochs=5), save=saved.append)
@@ -120,13 +110,6 @@ def test_the_preconditioner_reports_its_share():
     assert result.preconditioner["factor_updates"] == 4
     assert result.traffic["factors"] == 0
     assert training(Job(task="tabular", optimizer="adamw", steps=4)).run().points[-1].share == 0
-
-
-def test_lbfgs_gets_its_closure():
-    options = {"line_search_fn": "strong_wolfe", "max_iter": 5}
-    result = training(Job(task="tabular", optimizer="lbfgs", options=options, batch_size=448, epochs=3)).run()
-    assert result.status == "finished"
-    assert result.points[-1].loss < 0.5 * result.points[0].loss
 
 
 def test_checkpoints_are_spaced_in_time_and_the_end_has_one():

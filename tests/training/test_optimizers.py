@@ -53,14 +53,6 @@ def test_muon_takes_the_hidden_matrices_alone():
     assert {id(each) for each in others} == trained - {id(net.hidden.weight)}
 
 
-def test_a_tied_head_is_no_hidden_matrix():
-    net = Net()
-    net.tied = nn.Linear(6, 7)
-    net.tied.weight = net.embedding.weight
-    matrices, _ = optimizers.split_for_muon(net)
-    assert all(each is not net.embedding.weight for each in matrices)
-
-
 def test_muon_does_what_its_two_parts_do_apart():
     torch.manual_seed(0)
     joint, apart = Net(), Net()
@@ -101,17 +93,6 @@ def test_muon_resumes_from_its_state_and_follows_its_learning_rate():
     gradients(other)
     resumed.step()
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
-
-
-def test_options_are_read_as_python_values():
-    read = optimizers.parse(["momentum=0.9", "betas=(0.9, 0.95)", "nesterov=True", "adjust_lr_fn = original"])
-    assert read == {"momentum": 0.9, "betas": (0.9, 0.95), "nesterov": True, "adjust_lr_fn": "original"}
-
-
-@pytest.mark.parametrize("wrong", [["momentum"], ["=3"], ["eps=1", "eps=2"], ["eps=__import__('os')"], ["eps=1 +"]])
-def test_what_is_no_option_is_named(wrong):
-    with pytest.raises(ValueError, match="is not allowed"):
-        optimizers.parse(wrong)
 
 
 def test_a_value_that_an_optimizer_refuses_is_an_error_of_value():
