@@ -23,8 +23,7 @@ from natgrad.capture.restoring import RandomState, restored
 from natgrad.errors import NatgradError, require
 from natgrad.layers import Handle, Layer, layers_for, remove_all
 from natgrad.linalg import triangle
-from natgrad.linalg.device import accelerators
-from natgrad.linalg.products import full_products
+from natgrad.linalg.device import accelerators, full_products
 from natgrad.schedule import check_number, check_whole, is_number
 
 # μ1 of the double damping.

@@ -137,7 +137,7 @@ _add(
     "heads_in_the_middle",
     "The first layer counts as nearest to the loss.",
     "test_heads.py::test_heads_are_found_when_the_optimizer_is_built",
-    ("preconditioner.heads:likely_head", "(tied or list(matrices))[-1]", "(tied or list(matrices))[0]"),
+    ("preconditioner.natural_muon:likely_head", "(tied or list(matrices))[-1]", "(tied or list(matrices))[0]"),
 )
 _add(
     "bias_correction",
@@ -373,7 +373,7 @@ _add(
     "refresh_rule",
     "The drift rule decomposes what has moved little and keeps what has moved far.",
     "refresh/test_rules.py::test_the_layers_due_are_those_that_have_changed_enough",
-    ("refresh.criteria:DriftRule.due", "change >= self.threshold", "change < self.threshold"),
+    ("refresh.rule:DriftRule.due", "change >= self.threshold", "change < self.threshold"),
 )
 _add(
     "checkpoint_last_refresh",

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import natgrad
-from natgrad.linalg.products import full_products
+from natgrad.linalg.device import full_products
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

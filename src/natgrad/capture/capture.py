@@ -30,8 +30,7 @@ from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import by_sample
-from natgrad.linalg.device import known_all
-from natgrad.linalg.products import full_products
+from natgrad.linalg.device import full_products, known_all
 from natgrad.refresh.rule import Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.results import read_for_capture

@@ -1,6 +1,5 @@
 """Rules that decide when curvature is recomputed, from counters and measured numbers."""
 
-from natgrad.refresh.criteria import DriftRule, TraceRule
 from natgrad.refresh.policy import (
     Adaptive,
     DoublingInterval,
@@ -12,7 +11,7 @@ from natgrad.refresh.policy import (
     TwoPhaseInterval,
     register_refresh,
 )
-from natgrad.refresh.rule import Candidate, RefreshRule
+from natgrad.refresh.rule import Candidate, DriftRule, RefreshRule, TraceRule
 
 # Earlier names of `RefreshRule`.
 Clock = RefreshRule

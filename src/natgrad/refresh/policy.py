@@ -9,8 +9,7 @@ from typing import get_args
 from typing_extensions import override
 
 from natgrad.errors import require, require_one_of
-from natgrad.refresh.criteria import DriftRule, TraceRule
-from natgrad.refresh.rule import INTERVAL, SIDES, Candidate, Measure, Reads, RefreshRule, Side
+from natgrad.refresh.rule import INTERVAL, SIDES, Candidate, DriftRule, Measure, Reads, RefreshRule, Side, TraceRule
 from natgrad.schedule import Schedule, check_number, check_schedule, is_whole, value_at
 
 

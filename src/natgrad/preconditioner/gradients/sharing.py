@@ -12,10 +12,9 @@ from natgrad.distributed import Communicator, Plan
 from natgrad.distributed.fsdp import Holders, from_blocks
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
-from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows
+from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows, has_shards
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import LayerBlocks
-from natgrad.state.parameters import has_shards
 
 
 def share(

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from natgrad.distributed.fsdp import gradient_target, held_rows
-from natgrad.layers import Slot
+from natgrad.distributed.fsdp import gradient_target, held_rows, is_sharded
+from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.failures import Level
-from natgrad.state.parameters import places
 
 
 @dataclass
@@ -128,3 +127,18 @@ class GroupGradients:
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:  # there may be none: other ranks expect a result even for a layer that no rank has used
         torch._foreach_copy_(targets, sources)
+
+
+def has_shards(group: BlockGroup) -> bool:
+    """Return whether any parameter of a group is sharded."""
+    return any(is_sharded(slot.parameter) for member in group.members for slot in member.layer.slots)
+
+
+def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
+    """Yield each parameter of some layers with its columns ``[n, o, ...]`` of their blocks `stacked`."""
+    start = 0
+    for member in members:
+        stop = start + member.stop - member.start
+        for slot in member.layer.slots:
+            yield member.layer, slot, stacked[start:stop, :, slot.columns]
+        start = stop

@@ -18,7 +18,7 @@ from natgrad.capture.sums import RowBuffer, Shares
 from natgrad.curvature import kernel
 from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on
-from natgrad.linalg.products import full_products
+from natgrad.linalg.device import full_products
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.refresh.tasks import TaskRun, compute, conclude
 from natgrad.state.averages import allocate_averages

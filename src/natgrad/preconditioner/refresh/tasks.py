@@ -14,7 +14,7 @@ from natgrad.curvature import Curvature
 from natgrad.distributed import Communicator, Plan, narrower
 from natgrad.errors import NatgradError
 from natgrad.linalg import tensor_on, triangle
-from natgrad.linalg.products import full_products
+from natgrad.linalg.device import full_products
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.refresh.rule import READS, Reads, side_of
 from natgrad.specs import Task, TensorSpec
