@@ -135,7 +135,8 @@ def tensor_bytes(device: torch.device) -> int:
     gc.collect()
     # A look at what pretends to be something else may fail.
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
-    own = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
+    dense = (tensor for tensor in tensors if tensor.layout == torch.strided and tensor.device.type == device.type)
+    own = [tensor.untyped_storage() for tensor in dense]
     storages = {storage.data_ptr(): storage.nbytes() for storage in own}
     return sum(storages.values())
 
