@@ -316,16 +316,6 @@ def test_a_copy_of_a_compiled_model_is_inert():
     assert_same(model.state_dict(), expected)
 
 
-def test_hooks_outlive_their_preconditioner_harmlessly():
-    model = network()
-    training = Training(model, torch.compile(model, backend="aot_eager"))
-    training.step(0)
-    called = training.called
-    del training
-    called(batch(1)[0]).sum().backward()
-    assert model.head.weight.grad is not None
-
-
 def test_a_model_with_hooks_is_exported_without_them():
     model = network().eval()
     x = batch(0)[0]
@@ -334,31 +324,6 @@ def test_a_model_with_hooks_is_exported_without_them():
     program = torch.export.export(model, (x,))
     assert "natgrad" not in str(program.graph)
     torch.testing.assert_close(program.module()(x), expected)
-
-
-class Attending(nn.Module):
-    """Modules whose own forward gives way to one that shows their projections."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.cell = nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTMCell(4, 3)
-
-    def forward(self, x):
-        return self.cell(self.attention(x, x, x, need_weights=False)[0][:, 0])[0]
-
-
-@pytest.mark.parametrize("part", [None, "attention", "cell"])
-def test_a_model_with_other_forwards_is_exported(part):
-    model = Attending()
-    x = torch.randn(2, 3, 4)
-    module = model if part is None else getattr(model, part)
-    inputs = {None: (x,), "attention": (x, x, x), "cell": (x[:, 0],)}[part]
-    expected = module(*inputs)
-    preconditioner = natgrad.Preconditioner(module)
-    program = torch.export.export(module, inputs)
-    torch.testing.assert_close(program.module()(*inputs), expected)
-    assert "forward" in vars(model.cell if part is None else module)
-    assert preconditioner.explain().covered > 0
 
 
 def leaves(model):

@@ -7,12 +7,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves
 
 import natgrad
 from tests.dense import reference as dense
 from tests.every import CHOOSING, EVERY, Training, batch
+from tests.extending.own import OWN
 
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+# Also the curvatures of a user's own.
+OF_USERS = {name: lambda make=make, **_: make() for name, make in OWN.items()}
+every_and_own = pytest.mark.parametrize("make", [*EVERY.values(), *OF_USERS.values()], ids=[*EVERY, *OF_USERS])
 
 
 @pytest.mark.values
@@ -87,8 +92,8 @@ def test_runs_repeat_bit_by_bit(make):
 
 
 @pytest.mark.values
-@every
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@every_and_own
+@pytest.mark.parametrize("steps", [3, 1, 2])
 def test_training_resumes_bit_by_bit(make, steps):
     through, resumed = Training(make), Training(make)
     for step in range(steps):
@@ -102,17 +107,31 @@ def test_training_resumes_bit_by_bit(make, steps):
         dense.assert_equal(through.gradients, resumed.gradients, 0)
 
 
-@every
+def tree_changes(before, after):
+    """Return the names of the averages and results that differ."""
+    return {
+        (key, name)
+        for key, own in before.items()
+        for name, value in own.items()
+        if name not in ("ladder", "failures")
+        and not all(map(torch.equal, tree_leaves(value), tree_leaves(after[key][name])))
+    }
+
+
+@every_and_own
 def test_a_poisoned_batch_leaves_curvature_and_parameters_finite(make):
     training = Training(make, refresh=natgrad.Refresh(factors=1, inverses=1))
     covered = {id(parameter) for parameter in training.preconditioner.parameters()}
     for parameter in training.model.parameters():
         parameter.requires_grad_(id(parameter) in covered)  # the optimizer would take the NaN to the others
-    training.step(batch(0))
-    x, y = batch(1)
+    for step in range(2):
+        training.step(batch(step))
+    before = copy.deepcopy(training.preconditioner.state_dict()["blocks"])
+    x, y = batch(2)
     x[0] = float("nan")
     training.step((x, y))
-    for step in range(2, 5):
+    assert not tree_changes(before, training.preconditioner.state_dict()["blocks"])
+    for step in range(3, 6):
         training.step(batch(step))
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
 

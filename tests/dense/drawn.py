@@ -1,4 +1,4 @@
-"""Layers and options that hypothesis draws, and the comparison with the dense reference that they go through."""
+"""Layers and options that hypothesis draws, models of them, and their comparison with the dense reference."""
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -9,7 +9,7 @@ import natgrad
 from tests.dense import reference as dense
 
 DRAWN = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],  # examples are small as they are
@@ -71,3 +71,58 @@ def convolutions(draw):
         padding_mode=draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"])),
     )  # fmt: skip
     return layer, draw(frozen) if bias else None, (draw(st.integers(1, 3)), groups * inside, *size)
+
+
+class Upsampling(nn.Module):
+    """One transposed convolution, whose output is as large as is asked for."""
+
+    def __init__(self, layer, output_size):
+        super().__init__()
+        self.layer, self.output_size = layer, output_size
+
+    def forward(self, x):
+        return self.layer(x, self.output_size).tanh()
+
+
+@st.composite
+def transposed(draw):
+    ndim = draw(st.sampled_from([1, 2, 2, 3]))
+    most = 2 if ndim == 3 else 3
+    groups, inside, outside = (draw(st.integers(1, 2)) for _ in range(3))
+    kernel, stride, dilation = (draw(st.tuples(*[st.integers(1, most)] * ndim)) for _ in range(3))
+    extra = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+    size = draw(st.tuples(*[st.integers(1, most)] * ndim))
+    padding = []
+    for length, k, s, d, more in zip(size, kernel, stride, dilation, extra, strict=True):
+        full = (length - 1) * s + d * (k - 1) + more + 1
+        padding.append(draw(st.integers(0, min(3, (full - 1) // 2))))
+    bias = draw(st.booleans())
+    layer = dense.TRANSPOSED[ndim - 1](
+        groups * inside, groups * outside, kernel, stride, tuple(padding), extra, groups, bias, dilation
+    )
+    output_size = None
+    smallest = [
+        (length - 1) * s - 2 * p + d * (k - 1) + 1
+        for length, k, s, d, p in zip(size, kernel, stride, dilation, padding, strict=True)
+    ]
+    if draw(st.booleans()) and all(least + s > 1 for least, s in zip(smallest, stride, strict=True)):
+        # Any size within a stride of the smallest may be asked for.
+        more = (draw(st.integers(max(0, 1 - least), s - 1)) for least, s in zip(smallest, stride, strict=True))
+        output_size = [least + extra for least, extra in zip(smallest, more, strict=True)]
+    return layer, draw(frozen) if bias else None, (draw(st.integers(1, 3)), groups * inside, *size), output_size
+
+
+def drawn_model(drawn, seed, dtype=torch.float64):
+    """Return a model of a drawn layer, the shape of its input, and the number of samples."""
+    layer, freeze, shape, *more = drawn
+    torch.manual_seed(seed)
+    layer.reset_parameters()
+    if isinstance(layer, dense.TRANSPOSED):
+        model = Upsampling(layer, more[0])
+    elif isinstance(layer, nn.Linear):
+        model = nn.Sequential(layer, nn.Tanh(), nn.Linear(layer.out_features, 2))
+    else:
+        model = nn.Sequential(layer, nn.Tanh())
+    if freeze:
+        layer.get_parameter(freeze).requires_grad_(False)
+    return model.to(dtype), shape, more[0] if isinstance(layer, nn.Linear) else shape[0]

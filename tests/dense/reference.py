@@ -210,6 +210,11 @@ def solve_block(W: Tensor, F: Tensor, damping: float) -> Tensor:
     return torch.linalg.solve(damped, W.flatten(1)[..., None])[..., 0].view_as(W)
 
 
+def kept(factor: Tensor, most: float) -> Tensor:
+    """What a side keeps of a factor [n, d, d], as a dense matrix: the diagonal where it is too wide."""
+    return factor if factor.shape[-1] <= most else factor * torch.eye(factor.shape[-1])
+
+
 def kl_scale(raw: Mapping[str, Tensor], solved: Mapping[str, Tensor], rates: Mapping[str, float], clip: float) -> float:
     """ν = min(1, √(κ / Σ lr²|⟨V, ∇⟩|)) over the layers."""
     total = sum(rates[name] ** 2 * abs(float((solved[name] * raw[name]).sum())) for name in solved)
@@ -225,46 +230,68 @@ class KFAC:
         damping: float | Callable[[int], float],
         form: str = "eigen",
         sharing: str = "expand",
+        sides: str = "both",
         pi: bool = True,
         factor_decay: float = 0.95,
         factors: int | Callable[[int], int] = 1,
         inverses: int | Callable[[int], int] = 1,
+        max_factor_size: int | None = None,
+        tolerance: float = 0.0,
     ) -> None:
-        self.form, self.sharing, self.pi, self.factor_decay = form, sharing, pi, factor_decay
+        """Take the options of `natgrad.KFAC`; "iterative" is "eigen" where its tolerance is small."""
+        self.form, self.sharing, self.sides, self.pi, self.factor_decay = form, sharing, sides, pi, factor_decay
+        self.max_factor_size = math.inf if max_factor_size is None else max_factor_size
         self.damping, self.factors, self.inverses = map(_schedule, (damping, factors, inverses))
         self.completed = 0
         self.last = {"factors": None, "inverses": None}
         self.sums: dict[str, tuple[Tensor, ...]] = {}  # A and G, or F of a norm layer
         self.updates: dict[str, int] = defaultdict(int)
         self.held: dict[str, tuple[tuple[Tensor, ...], float]] = {}
+        self.exact: set[str] = set()
+
+    def statistics(self, seen: Rows) -> tuple[Tensor, ...]:
+        """What a batch adds to the running averages: A and G as they are kept, or A alone."""
+        factors = tuple(kept(factor, self.max_factor_size) for factor in seen.factors(self.sharing))
+        return factors[:1] if self.sides == "a" else factors
+
+    def solve(self, W: Tensor, averages: tuple[Tensor, ...], damping: float, renewed: float) -> Tensor:
+        """The preconditioned gradient, by the present damping or by that of the last decomposition."""
+        if self.sides == "a":
+            A = averages[0] + (renewed if self.form == "inverse" else damping) * torch.eye(W.shape[-1], dtype=W.dtype)
+            return torch.linalg.solve(A, W, left=False)
+        if self.form == "inverse":
+            return solve_inverse(W, *averages, renewed, self.pi)
+        return solve_eigen(W, *averages, damping)
 
     def step(self, rows: Mapping[str, Rows], raw: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Fold the rows of this step's batch, then precondition `raw` (default: the rows' own gradient)."""
         raw = {name: seen.gradient() for name, seen in rows.items()} if raw is None else raw
         if self._due("factors"):
             for name, seen in rows.items():
-                self._fold(name, (seen.fisher(),) if seen.exact else seen.factors(self.sharing))
+                self.exact |= {name} if seen.exact else set()
+                self._fold(name, (seen.fisher(),) if seen.exact else self.statistics(seen))
         damping = self.damping(self.completed)
         if self._due("inverses"):
             for name, sums in self.sums.items():
-                correction = 1 - self.factor_decay ** self.updates[name]
+                correction = 1 - self._decay(name) ** self.updates[name]
                 self.held[name] = (tuple(total / correction for total in sums), damping)
         self.completed += 1
         return {name: self._solve(name, W, damping) for name, W in raw.items()}
 
     def _fold(self, name: str, fresh: tuple[Tensor, ...]) -> None:
-        d = self.factor_decay
+        d = self._decay(name)
         old = self.sums.get(name, tuple(torch.zeros_like(factor) for factor in fresh))
         self.sums[name] = tuple(d * o + (1 - d) * f for o, f in zip(old, fresh, strict=True))
         self.updates[name] += 1
 
     def _solve(self, name: str, W: Tensor, damping: float) -> Tensor:
-        factors, renewed = self.held[name]
-        if len(factors) == 1:
-            return solve_block(W, *factors, damping)
-        return (
-            solve_eigen(W, *factors, damping) if self.form == "eigen" else solve_inverse(W, *factors, renewed, self.pi)
-        )
+        averages, renewed = self.held[name]
+        if name in self.exact:
+            return solve_block(W, *averages, damping)
+        return self.solve(W, averages, damping, renewed)
+
+    def _decay(self, name: str) -> float:
+        return self.factor_decay
 
     def _due(self, clock: str) -> bool:
         last, interval = self.last[clock], getattr(self, clock)(self.completed)
@@ -272,6 +299,31 @@ class KFAC:
         if due:
             self.last[clock] = self.completed
         return due
+
+
+class RankOne(KFAC):
+    """Running averages of ā and ḡ, and (ḡḡᵀ ⊗ āāᵀ + γI)⁻¹."""
+
+    def statistics(self, seen: Rows) -> tuple[Tensor, Tensor]:
+        g = seen.g.sum(2).mean(1) if self.sharing == "reduce" else seen.g.mean((1, 2))
+        return seen.a.mean((1, 2)), g
+
+    def solve(self, W: Tensor, averages: tuple[Tensor, ...], damping: float, renewed: float) -> Tensor:
+        A, G = (mean[:, :, None] * mean[:, None, :] for mean in averages)
+        return solve_eigen(W, A, G, damping)
+
+
+class SNGD(KFAC):
+    """(F + αI)⁻¹ with the block of the last refresh's rows, pooled over positions, and the damping of then."""
+
+    def statistics(self, seen: Rows) -> tuple[Tensor]:
+        return (Rows(seen.a.mean(2, keepdim=True), seen.g.sum(2, keepdim=True)).fisher(),)
+
+    def solve(self, W: Tensor, averages: tuple[Tensor, ...], damping: float, renewed: float) -> Tensor:
+        return solve_block(W, *averages, renewed)
+
+    def _decay(self, name: str) -> float:
+        return self.factor_decay if name in self.exact else 0.0
 
 
 def _schedule(value: float | Callable[[int], float]) -> Callable[[int], float]:

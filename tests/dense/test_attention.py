@@ -242,29 +242,6 @@ def test_sampled_labels_as_with_linear_layers(reduction):
     dense.assert_equal(matrices(attn, lambda parameter: parameter.grad), expected)
 
 
-def test_under_a_default_device():
-    """A torch function mode, under which torch hands the whole function to the mode."""
-    model = SelfAttending(packed())
-    other = copy.deepcopy(model)
-
-    def run(x):
-        with torch.device("cpu"):
-            return other(x)
-
-    assert_same_steps(model, other, torch.randn(3, 5, 4).double(), run, 0)
-
-
-def test_dropout_draws_as_before():
-    model, x = packed(dropout=0.5), torch.randn(3, 5, 4).double()
-    outputs = []
-    for tapped in (False, True):
-        if tapped:
-            natgrad.Preconditioner(model)
-        torch.manual_seed(1)
-        outputs.append(model(x, x, x))
-    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
-
-
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_have_the_forward_of_their_class(make):
     model, plain, x = packed(), packed(), torch.randn(3, 5, 4).double()
@@ -381,41 +358,6 @@ def test_a_part_that_is_left_out_is_told_apart():
     preconditioner.step()
     kept = [bool(kept) for kept in (raw == attn.in_proj_bias.grad).view(3, 4).all(1)]
     assert kept == [False, True, False]
-
-
-@pytest.mark.filterwarnings("ignore:natgrad. .grad")  # the second gets what the first has written
-def test_two_preconditioners_follow_freezing_and_thawing():
-    """Their second step with the same parameters trained has curvature for all of these."""
-    model, x = SelfAttending(packed()), torch.randn(3, 5, 4).double()
-    often = natgrad.Refresh(factors=1, inverses=1)
-    preconditioners = [natgrad.Preconditioner(model, damping=0.3, refresh=often) for _ in range(2)]
-    for trained, settled in ((True, True), (False, False), (False, True), (True, False), (True, True)):
-        model.attn.in_proj_weight.requires_grad_(trained)
-        model.zero_grad()
-        model(x).square().mean().backward()
-        for preconditioner in preconditioners:
-            raw = [parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad]
-            preconditioner.step()
-            solved = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-            assert not settled or not any(torch.equal(*pair) for pair in zip(raw, solved, strict=True))
-
-
-def test_state_goes_on_as_if_never_saved():
-    gradients = []
-    for saved in (False, True):
-        model = SelfAttending(packed())
-        preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(inverses=3))
-        for step in range(3):
-            x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(step)).double()
-            if saved and step == 2:
-                state = preconditioner.state_dict()
-                preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(inverses=3))
-                preconditioner.load_state_dict(state)
-            model.zero_grad()
-            model(x).square().mean().backward()
-            preconditioner.step()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 class Standing(Explicit):

@@ -1,27 +1,19 @@
 """EKFAC of hidden projections and tables, the joints that it needs, and the memory that it takes."""
 
-import gc
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import natgrad
-from natgrad.capture import Capture
-from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, by_sample
-from natgrad.state.averages import live_averages
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
-from tests.dense.drawn import DRAWN, convolutions, total_loss
+from tests.dense.drawn import total_loss
 from tests.dense.reference import Rows
 from tests.dense.test_attention import PARTS, Attending, matrices
 from tests.dense.test_attention import Explicit as ExplicitAttention
 from tests.dense.test_cells import Explicit, Unrolled, make_cell
 from tests.dense.test_cells import matrices as cell_matrices
 from tests.dense.test_embedding import Largest
-from tests.dense.test_transposed import transposed
 from tests.device import here
 
 ONCE = natgrad.Refresh(factors=1, inverses=1000)
@@ -116,72 +108,6 @@ def test_tables_have_the_form_of_kfac():
     assert dense.relative_error(ours["middle.weight"], kfac["middle.weight"]) > 1e-3
 
 
-# --- Rows ---------------------------------------------------------------------------------------------------------
-
-
-@DRAWN
-@given(st.one_of(convolutions(), transposed()), st.data())
-def test_rows_of_some_samples_and_of_others(drawn, data):
-    layer, _, shape = drawn[:3]
-    layer = layer.double()
-    x, g = torch.randn(shape).double(), torch.randn(4, 6, 3).double()
-    maps = natgrad.layers.layers_for("", layer)[0].input_rows(x, layer(x), shape[0])
-    for rows in (maps, ChannelRows(g, 3), DenseRows(g[None]), MatrixRows(g.flatten(0, 1), 4, bias=True)):
-        values = rows.dense()
-        start = data.draw(st.integers(0, rows.samples - 1))
-        stop = data.draw(st.integers(start + 1, rows.samples))
-        some = rows.part(start, stop)
-        assert (some.samples, some.positions) == (stop - start, rows.positions)
-        torch.testing.assert_close(some.dense(), values[:, start:stop])
-        gradients = torch.randn(*values.shape[:3], 2).double()
-        torch.testing.assert_close(rows.outer(gradients), gradients.mT @ values)
-        flat = values.flatten(1, 2)
-        count = flat.shape[1]
-        samples = data.draw(st.sampled_from([size for size in range(1, count + 1) if count % size == 0]))
-        other = by_sample(rows, samples)
-        assert (other.samples, other.positions) == (samples, count // samples)
-        regrouped = flat.unflatten(1, (samples, -1))
-        torch.testing.assert_close(other.dense(), regrouped)
-        torch.testing.assert_close(other.squares(), rows.squares())
-        if max(samples, rows.samples) % min(samples, rows.samples) == 0:
-            torch.testing.assert_close(other.pool(), regrouped.sum(2))
-        start = data.draw(st.integers(0, samples - 1))
-        stop = data.draw(st.integers(start + 1, samples))
-        torch.testing.assert_close(other.part(start, stop).dense(), regrouped[:, start:stop])
-        out, expected = (torch.zeros(len(flat), *[flat.shape[-1]] * 2).double() for _ in range(2))
-        other.add_gram_(out, overwrite=True)
-        rows.add_gram_(expected, overwrite=True)
-        assert torch.equal(out.tril(), expected.tril())
-
-
-# --- The joints ---------------------------------------------------------------------------------------------------
-
-
-def test_captures_see_the_basis_that_the_last_step_has_made(monkeypatch):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    preconditioner = natgrad.Preconditioner(model, natgrad.EKFAC(), refresh=natgrad.Refresh(factors=1, inverses=2))
-    seen, made = [], []
-    accumulate = natgrad.EKFAC.accumulate
-
-    def watch(self, sums, inputs, gradients, scale, held=None):
-        seen.append(held and {name: tensor.clone() for name, tensor in held.items()})
-        accumulate(self, sums, inputs, gradients, scale, held)
-
-    monkeypatch.setattr(natgrad.EKFAC, "accumulate", watch)
-    for step in range(5):
-        model.zero_grad()
-        total_loss(model(torch.randn(6, 3).double()), 6).backward()
-        if step:
-            for held, own in zip(reversed(seen[-2:]), made[-1].values(), strict=True):  # the last layer comes first
-                assert held.keys() == {"QA", "QG"}
-                assert all(torch.equal(held[name], own[name]) for name in held)
-        preconditioner.step()
-        made.append(here(preconditioner.state_dict()["blocks"]))
-    assert seen[:2] == [None, None]
-    assert not torch.equal(made[0]["0.weight"]["QA"], made[2]["0.weight"]["QA"])
-
-
 def test_only_blocks_with_a_new_basis_begin_anew(monkeypatch):
     """Two equal layers, hence one stack: the decomposition of one of them fails."""
     torch.manual_seed(0)
@@ -207,27 +133,6 @@ def test_only_blocks_with_a_new_basis_begin_anew(monkeypatch):
     assert [own[1] for own in shares] == pytest.approx(weights)
 
 
-def test_solves_read_live_statistics_beside_what_parts_have_made():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    preconditioner = natgrad.Preconditioner(model, natgrad.EKFAC(), refresh=ONCE)
-    for _ in range(3):
-        model.zero_grad()
-        total_loss(model(torch.randn(5, 3).double()), 5).backward()
-        preconditioner.step()
-    (stack,) = preconditioner._structure.groups
-    given = {**stack.state.results, **live_averages(stack, slice(None))}
-    assert set(given) == {"QA", "vA", "QG", "vG", "S", "s"}
-    weight = 1 - 0.95**3
-    torch.testing.assert_close(given["S"], stack.state.averages["S"] / weight)
-    torch.testing.assert_close(given["s"], stack.state.averages["s"] / weight)
-    given["S"].zero_()
-    assert stack.state.averages["S"].any()
-
-
-# --- Memory -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.cpu
 def test_per_sample_gradients_are_never_all_there_at_once():
     """Of 64 samples the patches have 64 · 256 · 145 elements, the gradients 64 · 32 · 145 · 2."""
@@ -240,35 +145,3 @@ def test_per_sample_gradients_are_never_all_there_at_once():
             total_loss(model(x), 64).backward()
         preconditioner.step()
     assert largest.elements <= 1 << 20  # 2.4 M are all patches
-
-
-def test_no_activation_outlives_its_hook():
-    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
-    preconditioner = natgrad.Preconditioner(model, natgrad.EKFAC(), refresh=ONCE)
-    for _ in range(3):
-        model.zero_grad()
-        total_loss(model(torch.randn(777, 40)), 777).backward()
-        gc.collect()
-        held = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and 777 in each.shape]
-        assert not held
-        preconditioner.step()
-    assert isinstance(preconditioner._capture, Capture)
-    assert preconditioner._capture.sums.empty
-
-
-def test_verification_leaves_the_moments_alone():
-    ends = []
-    for verified in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        preconditioner = natgrad.Preconditioner(model, natgrad.EKFAC(), refresh=natgrad.Refresh(factors=1, inverses=4))
-        for step in range(7):
-            x = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).double()
-            model.zero_grad()
-            (total_loss(model(x), 6) / 6).backward()
-            preconditioner.step()
-            if verified and step in (2, 5):
-                model.zero_grad()
-                assert preconditioner.verify(x, lambda model, x: total_loss(model(x), len(x)) / len(x)).worst < 1e-10
-        ends.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(left, right) for left, right in zip(*ends, strict=True))

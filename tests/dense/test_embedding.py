@@ -9,10 +9,8 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import natgrad
-from natgrad.layers.embedding import OneHotRows
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, curvatures, total_loss
-from tests.device import here
 
 V, D = 7, 3
 
@@ -86,48 +84,6 @@ def test_embedding(shape, options, padding, seed):
         assert not model.table.weight.grad[padding].any()
 
 
-@DRAWN
-@given(st.integers(1, 3), st.integers(1, 4), st.booleans(), st.data())
-def test_rows(samples, positions, masked, data):
-    ids = torch.tensor(
-        data.draw(st.lists(st.integers(0, 4), min_size=samples * positions, max_size=samples * positions))
-    )
-    ids = ids.view(samples, positions)
-    mask = torch.rand(samples, positions) < 0.5 if masked else None
-    rows = OneHotRows(ids, 5)
-    rows = rows if mask is None else rows.masked(mask).masked(torch.ones_like(mask))
-    values = one_hot(ids, 5)[None].float() * (1 if mask is None else mask[..., None])
-    assert torch.equal(rows.dense(), values)
-    assert torch.equal(rows.pool(), values.sum(2))
-    assert torch.equal(rows.squares(), values.sum((1, 2)))
-    out = torch.full((1, 5, 5), torch.nan)
-    rows.add_gram_(out, scale=2.0, overwrite=True)
-    assert torch.equal(out[0], 2 * torch.diag(values.sum((0, 1, 2))))
-
-
-def test_many_steps_and_several_uses():
-    """Two sentences through one table: as if they were one."""
-    model = Bag().double()
-    preconditioner = natgrad.Preconditioner(model, damping=0.1, refresh=natgrad.Refresh(inverses=1))
-    A, G, weight = 0, 0, 0
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        first, second = (torch.randint(V, (4, length), generator=generator) for length in (2, 3))
-
-        def loss(model, first=first, second=second):
-            return total_loss(torch.cat([model.table(first), model.table(second)], 1).tanh(), 4)
-
-        (ids, g), (more, h) = look(model, loss)
-        model.zero_grad()
-        (loss(model) / 4).backward()
-        W = model.table.weight.grad.clone()
-        preconditioner.step()
-        fresh = factors(torch.cat([ids, more], 1), torch.cat([g, h], 1), 4, V)
-        A, G, weight = 0.95 * A + 0.05 * fresh[0], 0.95 * G + 0.05 * fresh[1], 0.95 * weight + 0.05
-        solved = expected(W, A / weight, G / weight, damping=0.1)
-        assert torch.allclose(model.table.weight.grad, solved, rtol=1e-9, atol=1e-12)
-
-
 def test_token_means_with_a_mask():
     model = Bag().double()
     ids = torch.tensor([[1, 2, 2, 0], [5, 1, 0, 0]])
@@ -187,33 +143,6 @@ def test_positions_that_all_samples_share(batched, reduction, length, sharing):
     assert torch.allclose(model.positions.weight.grad, expected(W, A, G), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize(("reduction", "samples"), [("mean", 4), ("tokens", 20)])
-def test_positions_and_sampled_labels(batched, reduction, samples):
-    """Each position was looked up once, on behalf of all samples."""
-    model, ids = Positions(batched=batched).double(), torch.randint(V, (4, 5))
-    curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical")
-    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.3, reduction=reduction)
-    outputs = model(ids)
-    loss = cross_entropy(outputs.flatten(0, 1), ids.flatten() % 4, reduction="sum") / samples
-    preconditioner.backward(loss, outputs)
-    preconditioner.step()
-    kept = here(preconditioner.state_dict()["blocks"])["positions.weight"]
-    torch.testing.assert_close(kept["D"] / kept["weight"][:, None], torch.full((1, 5), 1 / samples).double())
-
-
-def test_maximal_norms_are_kept_by_the_forward_pass():
-    model, plain = Bag(max_norm=0.5).double(), Bag().double()
-    ids = torch.tensor([[1, 2], [3, 3]])
-    preconditioner = natgrad.Preconditioner(model, damping=0.3)
-    (total_loss(model(ids), 2) / 2).backward()
-    W = model.table.weight.grad.clone()
-    preconditioner.step()
-    plain.load_state_dict(model.state_dict())
-    [(_, g)] = look(plain, lambda model: total_loss(model(ids), 2))
-    assert torch.allclose(model.table.weight.grad, expected(W, *factors(ids, g, 2, V)), rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("module", "word"),
     [
@@ -228,15 +157,6 @@ def test_what_is_left_out(module, word):
     row = natgrad.Preconditioner(model).explain().rows[0]
     assert word in row.reason
     model(torch.tensor([[0, 1], [2, 2]])).sum().backward()
-
-
-def test_patterns_leave_an_embedding():
-    rows = {row.parameter: row for row in natgrad.Preconditioner(Bag()).explain().rows}
-    assert "A diagonal" in rows["table.weight"].curvature
-    rows = {
-        row.parameter: row for row in natgrad.Preconditioner(Bag(), {"table": None, "*": natgrad.KFAC()}).explain().rows
-    }
-    assert "table" in rows["table.weight"].reason
 
 
 class Largest(TorchDispatchMode):
@@ -332,27 +252,6 @@ def test_a_table_that_is_a_head_without_a_module_stays_plain(sharing):
     assert "more than lookups" in rows["table.weight"].reason
     assert not rows["middle.weight"].reason
     assert preconditioner.metrics()["plain_layers"] == 1
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
-def test_such_a_table_stays_plain_when_resumed(steps):
-    """Also where decompositions are due before the next statistics."""
-    refresh = natgrad.Refresh(factors=4, inverses=3)
-
-    def train(steps, state=None):
-        model, few = FunctionalHead(), torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(0))
-        preconditioner = natgrad.Preconditioner(model, refresh=refresh)
-        if state is not None:
-            preconditioner.load_state_dict(state)
-        for _ in range(steps):
-            raw = language_step(model, preconditioner, few)
-            assert torch.equal(model.table.weight.grad, raw)
-        return preconditioner.state_dict()
-
-    with pytest.warns(natgrad.NatgradWarning, match="has no curvature for"):
-        state = train(steps)
-    with pytest.warns(natgrad.NatgradWarning, match="has no curvature for"):
-        train(8, state)
 
 
 def test_tables_that_only_lookups_use_are_left_in_peace():

@@ -169,25 +169,6 @@ def test_sampled_fisher_converges_to_the_exact_one(case, form):
         assert dense.relative_error(empirical[name], expected) > 0.1, name
 
 
-def test_the_sampled_error_falls_like_monte_carlo():
-    x, y = images_and_labels()
-    captures = dense.exact_rows(convnet(), lambda model: model(x), "categorical")
-    errors = {}
-    for repeats in (20, 20 * 64):
-        errors[repeats] = 0.0
-        for seed in range(8):
-            model = convnet()
-            curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical")
-            preconditioner = natgrad.Preconditioner(model, curvature, damping=DAMPING, seed=seed)
-            outputs = model(x.repeat(repeats, 1, 1, 1))
-            preconditioner.backward(cross_entropy(outputs, y.repeat(repeats)), outputs)
-            W = dense.gradients(model)["3"].clone()
-            preconditioner.step()
-            expected = dense.solve_eigen(W, *dense.exact_factors(captures, "3"), DAMPING)
-            errors[repeats] += dense.relative_error(dense.gradients(model)["3"], expected) / 8
-    assert 4 < errors[20] / errors[20 * 64] < 16  # √64 = 8
-
-
 def test_classes_in_another_dimension():
     """torch's [B, C, H, W] logits: a draw a pixel, summed over a sample's pixels."""
     torch.manual_seed(0)

@@ -286,28 +286,6 @@ def test_a_resumed_run_continues_bit_by_bit(tmp_path, memory):
     dense.assert_equal(second.state_dict(), straight.state_dict(), 0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lr": -1.0}, "lr=-1.0"),
-        ({"momentum": 1.0}, "momentum=1.0"),
-        ({"factor_decay": -0.1}, "factor_decay=-0.1"),
-        ({"pair_decay": 1}, "pair_decay=1"),
-        ({"damping": 1.0}, "damping=1.0"),
-        ({"memory": 0}, "memory=0"),
-        ({"max_factor_size": 0}, "max_factor_size=0"),
-        ({"model": nn.Linear(2, 2).bfloat16()}, r"model=\['torch.bfloat16'\]"),
-        ({"model": nn.LayerNorm(2)}, "model='LayerNorm'"),
-        ({"model": nn.Sequential()}, "model='Sequential'"),
-        ({"max_factor_size": 2}, "model='Linear'"),
-        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "model='Linear'"),
-    ],
-)
-def test_arguments_that_are_not_allowed(arguments, message):
-    with pytest.raises(ValueError, match=f"^{message} is not allowed"):
-        natgrad.KBFGS(**({"model": nn.Linear(2, 2), "lr": 0.1} | arguments))
-
-
 def test_several_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -336,41 +314,6 @@ def quadratic(size, seed):
     generator = torch.Generator().manual_seed(seed)
     root = torch.randn(2, size, size + 3, generator=generator, dtype=torch.float64)
     return root @ root.mT / size + 0.1 * torch.eye(size).double()
-
-
-def test_a_fixed_factor_keeps_its_inverse():
-    A, shift = quadratic(6, 0), DAMPING**0.5
-    generator = torch.Generator().manual_seed(1)
-    H = inverse = torch.linalg.inv(A + shift * torch.eye(6).double())
-    for _ in range(20):
-        a = torch.randn(2, 6, generator=generator, dtype=torch.float64)
-        H = kbfgs.update_inputs(A, a, shift, H)
-    dense.assert_equal({"H": H}, {"H": inverse}, 1e-12)
-
-
-def test_exact_pairs_lead_to_the_inverse():
-    """With conjugate directions BFGS ends at the inverse after as many updates as there are dimensions."""
-    A = quadratic(6, 2)
-    H, gradient = torch.eye(6).double().expand(2, 6, 6), quadratic(6, 3)[:, 0]
-    for _ in range(6):
-        direction = kbfgs.multiply(H, gradient)
-        A_direction = kbfgs.multiply(A, direction)
-        rate = kbfgs.inner(direction, gradient) / kbfgs.inner(direction, A_direction)
-        s, y = rate[:, None] * direction, rate[:, None] * A_direction
-        H, gradient = kbfgs.bfgs(H, s, y), gradient - y
-    dense.assert_equal({"H": H}, {"H": torch.linalg.inv(A)}, 1e-8)
-
-
-def test_a_long_memory_is_the_whole_matrix():
-    generator = torch.Generator().manual_seed(4)
-    S, Y = torch.zeros(2, 2, 10, 7, dtype=torch.float64)
-    H = torch.eye(7).double().expand(2, 7, 7)
-    for _ in range(10):
-        s, y = torch.randn(2, 2, 7, generator=generator, dtype=torch.float64)
-        s, y = kbfgs.damped(s, y, kbfgs.multiply(H, y), 0.1)
-        H, S, Y = kbfgs.bfgs(H, s, y), kbfgs.append(S, s), kbfgs.append(Y, y)
-        X = torch.randn(2, 7, 4, generator=generator, dtype=torch.float64)
-        dense.assert_equal({"HX": kbfgs.Compact(S, Y).multiply(X)}, {"HX": H @ X}, 1e-12)
 
 
 @pytest.mark.parametrize("sign", [1, -1, 0])

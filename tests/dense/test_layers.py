@@ -1,10 +1,12 @@
 """Every layer type and option: the natural gradient equals the dense solve with explicit Kronecker products."""
 
-import math
+import importlib.util
+import sys
+import types
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,45 +19,71 @@ from tests.dense.drawn import (
     assert_preconditioned,
     convolutions,
     curvatures,
+    drawn_model,
     dtypes,
     linears,
     total_loss,
+    transposed,
 )
+from tests.dense.methods import Run
 from tests.device import here
 
-
-@DRAWN
-@given(linears(), curvatures, dtypes, st.integers(0, 99))
-def test_linear(drawn, options, dtype, seed):
-    layer, freeze, shape, samples = drawn
-    torch.manual_seed(seed)
-    layer.reset_parameters()
-    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(layer.out_features, 2)).to(dtype)
-    if freeze:
-        model[0].get_parameter(freeze).requires_grad_(False)
-    x = torch.randn(shape, dtype=dtype)
-    assert_preconditioned(model, x, options, samples=samples, damping=DAMPING[dtype], tolerance=TOLERANCE[dtype])
-
-
-@DRAWN
-@given(convolutions(), curvatures, dtypes, st.integers(0, 99))
-def test_convolution(drawn, options, dtype, seed):
-    layer, freeze, shape = drawn
-    torch.manual_seed(seed)
-    layer.reset_parameters()
-    model = nn.Sequential(layer, nn.Tanh()).to(dtype)
-    if freeze:
-        model[0].get_parameter(freeze).requires_grad_(False)
-    x = torch.randn(shape, dtype=dtype)
-    assert_preconditioned(model, x, options, damping=DAMPING[dtype], tolerance=TOLERANCE[dtype])
+sharings = st.sampled_from(["expand", "reduce"])
+# What is drawn for each curvature, beside the options that it has in `METHODS`.
+OPTIONS = {
+    "eigen": curvatures,
+    "diagonal": st.builds(lambda options, most: options | {"max_factor_size": most}, curvatures, st.integers(1, 9)),
+    "iterative": st.builds(lambda sharing: {"sharing": sharing}, sharings),
+    "inputs": st.builds(
+        lambda options, most: options | {"max_factor_size": most}, curvatures, st.sampled_from([None, 2])
+    ),
+    "ekfac": st.builds(lambda sharing: {"sharing": sharing}, sharings),
+    "rank one": st.builds(lambda sharing: {"sharing": sharing}, sharings),
+    "sngd": st.just({}),
+    "hylo kid": st.just({}),
+}
+every_method = pytest.mark.parametrize("method", OPTIONS)
 
 
-@pytest.mark.parametrize("multiplier", [1, 2])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_depthwise(multiplier, sharing):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(6, 6 * multiplier, 3, padding="same", groups=6), nn.Tanh()).double()
-    assert_preconditioned(model, torch.randn(3, 6, 5, 4).double(), {"sharing": sharing})
+def follow(drawn, method, options, dtype, seed):
+    """Three steps of a drawn layer beside the reference; the first of K-FAC also in float32."""
+    dtype = dtype if method in ("eigen", "inverse", "diagonal") else torch.float64
+    model, shape, samples = drawn_model(drawn, seed, dtype)
+    run = Run(method, model, drawn=options, damping=DAMPING[dtype])
+    for _ in range(3 if dtype == torch.float64 else 1):
+        x = torch.randn(shape, dtype=dtype)
+        if isinstance(drawn[0], dense.TRANSPOSED):
+            assume(model(x).any())  # else its positions meet the zeros of the stride only
+        model.zero_grad()
+        (total_loss(model(x), samples) / samples).backward()
+        raw = {name: W.clone() for name, W in dense.gradients(model).items()}
+        run.preconditioner.step()
+        rows = run.rows(lambda model, x=x: total_loss(model(x.double()), samples))
+        run.compare(rows, raw, tolerance=1e-8 if dtype == torch.float64 else TOLERANCE[dtype])
+
+
+def drawn_test(method, layers):
+    @DRAWN
+    @given(layers, OPTIONS[method], dtypes, st.integers(0, 99))
+    def run(drawn, options, dtype, seed):
+        follow(drawn, method, options, dtype, seed)
+
+    run()
+
+
+@every_method
+def test_linear(method):
+    drawn_test(method, linears())
+
+
+@every_method
+def test_convolution(method):
+    drawn_test(method, convolutions())
+
+
+@every_method
+def test_transposed_convolution(method):
+    drawn_test(method, transposed())
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
@@ -148,12 +176,6 @@ def test_degenerate_batches(elements):
         assert all(not p.grad.any() for p in model.parameters())
 
 
-def test_a_batch_of_many_more_samples_than_rows():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh()).double()
-    assert_preconditioned(model, torch.randn(math.prod((8, 8)), 2, 9).double(), {})
-
-
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_layers_without_elements_are_left_alone():
     model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2), nn.Linear(2, 2))
@@ -173,3 +195,66 @@ def test_nested_tensors_are_refused_in_the_forward_pass():
     with torch.no_grad():
         assert model(x).is_nested
     assert natgrad_of_it.metrics()["step"] == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "tokens"])
+def test_a_decoder_in_channels_last(reduction):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2), nn.Tanh(), nn.ConvTranspose2d(4, 2, 3, stride=2)).double()
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(3, 2, 5, 7).double().to(memory_format=torch.channels_last)
+    if reduction == "mean":
+        assert_preconditioned(model, x, {})
+        return
+    reference, positions = dense.twin(model), model(x)[:, 0].numel()
+    preconditioner = natgrad.Preconditioner(model, damping=0.3, reduction="tokens")
+    (model(x).pow(3).sum() / positions).backward()
+    preconditioner.step()
+    rows = dense.capture(reference, lambda model: model(x).pow(3).sum())["2"].positions()
+    solved = {"2": dense.gradients(model)["2"]}
+    dense.assert_equal(solved, dense.KFAC(damping=0.3).step({"2": rows}))
+
+
+class Conv1D(nn.Module):
+    """A class laid out as `transformers.pytorch_utils.Conv1D`, for where transformers is not installed."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(nx, nf)), nn.Parameter(torch.zeros(nf))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+@pytest.fixture
+def conv1d(monkeypatch):
+    if importlib.util.find_spec("transformers"):
+        return importlib.import_module("transformers.pytorch_utils").Conv1D
+    module = types.ModuleType("transformers.pytorch_utils")
+    module.Conv1D = Conv1D
+    monkeypatch.setitem(sys.modules, "transformers.pytorch_utils", module)
+    return Conv1D
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("freeze", [None, "weight", "bias"])
+def test_conv1d_of_transformers(conv1d, freeze, named):
+    torch.manual_seed(0)
+    layer, linear = conv1d(4, 3).double(), nn.Linear(3, 4).double()
+    x = torch.randn(2, 5, 3).double()
+    linear.weight.data, linear.bias.data = layer.weight.data.T.contiguous(), layer.bias.data.clone()
+    gradients = []
+    for module in (layer, linear):
+        if freeze:
+            module.get_parameter(freeze).requires_grad_(False)
+        preconditioner = natgrad.Preconditioner(module, damping=0.3)
+        outputs = module(x=x) if named and module is layer else module(x)
+        outputs.tanh().pow(3).mean().backward()
+        preconditioner.step()
+        assert all(row.reason in ("", "frozen") for row in preconditioner.explain().rows)
+        gradients.append({name: parameter.grad for name, parameter in module.named_parameters()})
+    for name, gradient in gradients[0].items():
+        if gradient is not None:
+            expected = gradients[1][name]
+            torch.testing.assert_close(gradient, expected.T if name == "weight" else expected)

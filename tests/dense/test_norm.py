@@ -15,6 +15,7 @@ from tests.dense import norm as dense_norm
 from tests.dense import reference as dense
 from tests.dense.norm import Norm
 from tests.dense.norm_network import FORMS, assert_solved, data, network, references, shake
+from tests.device import here
 
 DRAWN = settings(
     max_examples=120,
@@ -187,18 +188,6 @@ def test_channels_last_and_other_strides(kind):
         assert_solved(model, {"0": dense_norm.solve(norm.gradient, norm.fisher("unit"), 0.05)})
 
 
-def test_equal_norms_are_solved_together():
-    """One call serves all layers of a size."""
-    model = nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4))
-    (group,) = natgrad.Preconditioner(model, natgrad.KFAC())._structure.groups
-    assert len(group.members) == 2
-
-
-def norm_layer(module):
-    (layer,) = natgrad.layers.layers_for("norm", module)
-    return layer
-
-
 def test_collinear_coefficients_in_float32():
     """T = 1 and a constant x̂ make f11 f22 = f12²: rounding must not turn the step against the gradient."""
     f = torch.logspace(-3, 7, 50)
@@ -208,19 +197,6 @@ def test_collinear_coefficients_in_float32():
         V = natgrad.linalg.solve_pairs(W, F, 1e-3)
         assert bool(((V * W).sum(-1) > 0).all())
         assert float(V.norm(dim=-1).max()) <= 1.01 * 2**0.5 / 1e-3
-
-
-def test_rows_of_coefficients():
-    """What is pooled is the sum of the rows over positions, and their products are those of all rows."""
-    torch.manual_seed(0)
-    layer = norm_layer(nn.LayerNorm(3))
-    _, rows = layer.rows(torch.randn(4, 5, 3), torch.randn(4, 5, 3), 4)
-    dense_rows = rows.dense()
-    torch.testing.assert_close(rows.pool(), dense_rows.sum(2))
-    gram = torch.empty(1, 6, 6)
-    rows.add_gram_(gram, overwrite=True)
-    expected = dense_rows.flatten(0, 2).mT @ dense_rows.flatten(0, 2)
-    torch.testing.assert_close(gram[0].tril(), expected.tril())
 
 
 def test_many_more_gradients_than_are_squared_at_once():
@@ -250,3 +226,142 @@ def test_running_statistics_are_those_of_the_forward_pass():
         preconditioner.step()
         found.append(preconditioner.state_dict()["blocks"]["1.weight"]["F"])
     torch.testing.assert_close(*found)
+
+
+class Reused(nn.Module):
+    """One norm three times in a forward, on inputs of different lengths."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.head = norm, nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.norm(x).sin()
+        y = self.norm(y[:, ::2] * 2).tanh()
+        return self.head(self.norm(y + 1).sin()).mean(1)
+
+
+def twice(model, x):
+    return model(x) * model(x.flip(0) ** 2)
+
+
+def checkpointed(model, x):
+    return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("forward", [nn.Module.__call__, twice, checkpointed])
+def test_all_uses_in_a_backward_pass_are_one_gradient_a_sample(form, forward):
+    torch.manual_seed(0)
+    model, x = shake(Reused(nn.LayerNorm(4))).double(), torch.randn(5, 6, 4).double()
+    plain = twice if forward is twice else nn.Module.__call__
+    norm = references(copy.deepcopy(model), lambda m: plain(m, x).pow(3).sum() / 3)["norm"]
+    preconditioner = natgrad.Preconditioner(model, natgrad.UnitWise(form=form), damping=0.05)
+    (forward(model, x).pow(3).sum() / 15).backward()
+    preconditioner.step()
+    assert_solved(model, {"norm": dense_norm.solve(norm.gradient, norm.fisher(form), 0.05)})
+
+
+def test_tied_norms_are_one():
+    torch.manual_seed(0)
+    model = shake(nn.Sequential(nn.LayerNorm(4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2))).double()
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    x = torch.randn(5, 3, 4).double()
+    seen = dense_norm.capture(copy.deepcopy(model), lambda m: m(x).pow(3).sum() / 3)
+    norm = Norm.of(model[0], seen["0"] + seen["2"])
+    preconditioner = natgrad.Preconditioner(model, damping=0.05)
+    (model(x).pow(3).sum() / 15).backward()
+    preconditioner.step()
+    assert_solved(model, {"0": dense_norm.solve(norm.gradient, norm.fisher("unit"), 0.05)})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_differentiated_one_by_one_are_one_sum(form):
+    torch.manual_seed(0)
+    model, x = shake(nn.Sequential(nn.LayerNorm(4), nn.Tanh())).double(), torch.randn(5, 3, 4).double()
+    norm = references(copy.deepcopy(model), lambda m: m(x).pow(3).sum() + m(x).sin().sum())["0"]
+    preconditioner = natgrad.Preconditioner(model, natgrad.UnitWise(form=form), damping=0.05)
+    outputs = model(x)
+    (outputs.pow(3).sum() / 5).backward(retain_graph=True)
+    (outputs.sin().sum() / 5).backward()
+    preconditioner.step()
+    actual = dense_norm.matrix(model[0])
+    assert dense.relative_error(actual, dense_norm.solve(norm.gradient, norm.fisher(form), 0.05)) < 1e-9
+
+
+def test_a_bare_sampled_kfac_draws_the_labels_of_norms_too():
+    model, (x, y) = network(), data()
+    curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical", factor_decay=0.8)
+    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.05)
+    shown = {row.curvature for row in preconditioner.explain().rows if row.parameter.startswith(("1.", "8."))}
+    assert shown == {"UnitWise(form='unit', fisher='sampled')"}
+    outputs = model(x)
+    preconditioner.backward(cross_entropy(outputs, y), outputs)
+    preconditioner.step()
+    blocks = here(preconditioner.state_dict()["blocks"])
+    assert all(bool(own["renewed"].all()) for own in blocks.values())
+    assert float(blocks["6.weight"]["weight"]) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_models_and_autocast(form):
+    x, y = data(samples=16)
+    expected = {
+        name: dense_norm.solve(norm.gradient, norm.fisher(form), 0.5)
+        for name, norm in references(network(), lambda m: cross_entropy(m(x), y, reduction="sum")).items()
+    }
+    half = network().bfloat16()
+    mixed = network().float()
+    for model, within in ((half, False), (mixed, True)):
+        preconditioner = natgrad.Preconditioner(model, natgrad.UnitWise(form=form), damping=0.5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            cross_entropy(model(x.to(model[0].weight.dtype)), y).backward()
+        preconditioner.step()
+        assert preconditioner.state_dict()["blocks"]["1.weight"]["F"].dtype == torch.float32
+        assert_solved(model, expected, 0.1)
+
+
+def test_autocast_does_not_round_the_statistics():
+    """The backward pass within autocast gives the factors of the one behind it, to the last bit."""
+    found = []
+    for within in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(6), nn.Tanh())
+        preconditioner = natgrad.Preconditioner(model, natgrad.UnitWise(form="full"), damping=0.5)
+        loss = model(torch.randn(9, 5, 6)).pow(3).mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            loss.backward()
+        preconditioner.step()
+        found.append(preconditioner.state_dict()["blocks"]["0.weight"]["F"])
+    assert torch.equal(*found)
+
+
+class Permuting(nn.LayerNorm):
+    """A subclass that normalises another dimension."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def test_what_is_covered_and_what_is_not():
+    model = nn.ModuleDict(
+        {
+            "linear": nn.Linear(4, 4),
+            "bn": nn.BatchNorm1d(4),
+            "norm": nn.LayerNorm(4),
+            "frozen": nn.LayerNorm(4).requires_grad_(False),
+            "bare": nn.BatchNorm1d(4, affine=False),
+            "sync": nn.SyncBatchNorm(4),
+            "permuting": Permuting(4),
+            "skipped_norm": nn.GroupNorm(2, 4),
+        }
+    )
+    full, kfac = natgrad.UnitWise(form="full"), natgrad.KFAC()
+    patterns = {"skipped*": None, "norm": full, "*": kfac}
+    rows = {row.parameter: row for row in natgrad.Preconditioner(model, patterns).explain().rows}
+    assert rows["linear.weight"].curvature.startswith("KFAC")
+    assert rows["bn.weight"].curvature == rows["bn.bias"].curvature == repr(natgrad.UnitWise())
+    assert rows["norm.bias"].curvature == repr(full)
+    assert {name.partition(".")[0] for name in rows} == model.keys() - {"bare"}
+    for name, word in {"frozen": "frozen", "sync": "all ranks", "permuting": "forward", "skipped_norm": "skip"}.items():
+        assert word in rows[f"{name}.weight"].reason, rows[f"{name}.weight"].reason

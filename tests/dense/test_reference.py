@@ -1,11 +1,9 @@
 """The reference itself, against torch's autograd, unfold and explicit Jacobians: who tests against it can trust it."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, unfold
+from torch.nn.functional import unfold
 
 from tests.dense import reference as dense
 
@@ -55,29 +53,6 @@ def test_exact_rows_add_up_to_the_jacobian_fisher(likelihood, tokens):
     for name in ("0", "2"):
         expected = dense.exact_fisher(model, name, lambda model: model(x), likelihood, 0.7)
         assert dense.relative_error(sum(rows[name].fisher() for rows in captures), expected) < 1e-12
-
-
-def test_the_categorical_hessian_is_an_expectation_over_labels():
-    logits = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
-    p = logits.detach().softmax(-1)[0]
-    expected = torch.zeros(4, 4, dtype=torch.float64)
-    for label in range(4):
-        (g,) = torch.autograd.grad(cross_entropy(logits, torch.tensor([label])), logits)
-        expected += p[label] * g.T @ g
-    assert torch.allclose(dense.loss_hessian("categorical", logits.detach())[0], expected)
-
-
-def test_the_bernoulli_hessian_is_an_expectation_over_labels():
-    logits = torch.randn(1, 2, dtype=torch.float64, requires_grad=True)
-    p = logits.detach().sigmoid()[0]
-    expected = torch.zeros(2, 2, dtype=torch.float64)
-    for y in itertools.product((0.0, 1.0), repeat=2):
-        labels = torch.tensor([y], dtype=torch.float64)
-        probability = torch.where(labels[0] == 1, p, 1 - p).prod()
-        loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        (g,) = torch.autograd.grad(loss, logits)
-        expected += probability * g.T @ g
-    assert torch.allclose(dense.loss_hessian("bernoulli", logits.detach())[0], expected)
 
 
 def test_kronecker_order_and_solves():

@@ -11,50 +11,10 @@ import natgrad
 from natgrad.capture.sampled import LabelSampler
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
+from tests.dense.methods import DAMPING, METHODS, SAMPLED, Run, every_method
 
-IGNORED, DAMPING = -100, 0.05
-FORMS = [{"form": "eigen"}, {"form": "inverse"}, {"form": "eigen", "sharing": "reduce"}]
-# A curvature, its options, the interval of its decompositions, and the tolerance. EKFAC measures moments in a basis
-# that stays, which the reference reads from the state.
-METHODS = {
-    **{"-".join(form.values()): (natgrad.KFAC, dense.KFAC, form, 1, 1e-9) for form in FORMS},
-    "ekfac": (natgrad.EKFAC, dense_ekfac.EKFAC, {}, 1000, 1e-8),
-    "ekfac-reduce": (natgrad.EKFAC, dense_ekfac.EKFAC, {"sharing": "reduce"}, 1000, 1e-8),
-}
-every_method = pytest.mark.parametrize("method", METHODS)
-
-
-class Run:
-    """A preconditioner and its reference, which take the same steps."""
-
-    def __init__(self, method, model, *, labels=None, **options):
-        curvature, reference, own, interval, self.tolerance = METHODS[method]
-        self.model, self.name, self.original = model, method, dense.twin(model)
-        refresh = natgrad.Refresh(factors=1, inverses=interval)
-        self.preconditioner = natgrad.Preconditioner(
-            model, curvature(**own, **(labels or {})), damping=DAMPING, refresh=refresh, **options
-        )
-        self.reference = reference(damping=DAMPING, inverses=interval, **own)
-
-    def step(self, rows, *losses, count=None, factor=1.0):
-        """Differentiate some losses one after the other, and compare; `rows` are those of the whole batch."""
-        self.model.zero_grad()
-        for loss in losses:
-            loss(self.model).backward()
-        self.preconditioner.step(count=count)
-        self.compare(rows, factor=factor)
-
-    def compare(self, rows, raw=None, *, factor=1.0, tolerance=None):
-        """Compare the gradients with the reference's next step, times a factor that the user's loss has."""
-        reads = (self.preconditioner,) if isinstance(self.reference, dense_ekfac.EKFAC) else ()
-        raw = raw or {name: seen.gradient() for name, seen in rows.items()}
-        expected = self.reference.step(rows, *reads, raw)
-        expected = {name: V * factor for name, V in expected.items()}
-        dense.assert_equal(dense.gradients(self.model), expected, tolerance or self.tolerance)
-
-    def rows(self, total):
-        """Return the rows of a summed loss on the first parameters, which no step changes."""
-        return dense.capture(self.original, total)
+IGNORED = -100
+FORMS = [METHODS[name].options for name in ("eigen", "inverse", "reduce")]
 
 
 def classifier():
@@ -212,7 +172,7 @@ def test_the_loss_scale_of_a_grad_scaler_is_undone(method):
         scaler.update(new_scale=next_scale)
 
 
-@every_method
+@pytest.mark.parametrize("method", SAMPLED)
 def test_sampled_labels(method):
     """Rows of drawn labels, the same that the preconditioner draws; W is that of the true ones."""
     labels = {"fisher": "sampled", "likelihood": "categorical"}

@@ -185,26 +185,3 @@ def test_matrices_of_zeros_stay_zero_and_have_the_identitys_root():
     root, succeeded = inverse_root(torch.zeros(1, 3, 3).double(), 0.25, 0.5)
     assert succeeded.all()
     torch.testing.assert_close(root[0], 2 * torch.eye(3).double())
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("power", 1.5),
-        ("power", -0.1),
-        ("steps", -1),
-        ("steps", 2.5),
-        ("momentum", 1.0),
-        ("max_factor_size", 0),
-        ("groups", 0),
-        ("dtype", torch.float16),
-    ],
-)
-def test_arguments_are_checked(argument, value):
-    with pytest.raises(ValueError, match=f"{argument}="):
-        natgrad.Spectral(**{argument: value})
-
-
-def test_an_exact_polar_factor_is_not_in_bfloat16():
-    with pytest.raises(ValueError, match=r"dtype=torch\.bfloat16"):
-        natgrad.Spectral(steps=None, dtype=torch.bfloat16)

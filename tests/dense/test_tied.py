@@ -8,11 +8,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.curvature import Curvature
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, curvatures, total_loss
+from tests.dense.reference import kept
 from tests.dense.test_embedding import Largest, rows_of
-from tests.dense.test_sides import kept
 
 V, D, LENGTH = 6, 3, 4
 
@@ -146,34 +145,6 @@ def test_embeddings_and_heads(options, bias, padding, count, both, most, seed):
     )
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("options", [{}, {"form": "inverse"}, {"sharing": "reduce"}])
-def test_one_use_alone_is_exactly_its_own_factors(bias, options):
-    """F is then a Kronecker product already, and the block is that of an untied layer."""
-    sharing = options.get("sharing", "expand")
-    for use in ("embedding", "head"):
-        model = Language(bias=bias).double()
-        ids, x = torch.randint(V, (3, LENGTH)), torch.randn(3, LENGTH, D).double()
-
-        def loss(model, use=use, ids=ids, x=x):
-            return total_loss(model.embedding(ids).tanh() if use == "embedding" else model.heads[0](x), 3)
-
-        found = look(model, loss)
-        preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options), damping=0.3)
-        (loss(model) / 3).backward()
-        if use == "embedding" and bias:
-            model.heads[0].bias.grad = torch.zeros(V).double()
-        W = stacked(model)
-        preconditioner.step()
-        columns = D + int(bias)
-        if use == "embedding":
-            G, A = lookups(found[0], 3, V, columns, sharing=sharing)
-        else:
-            G, A = heads(found[1], 3, columns, sharing=sharing)
-        solver = dense.solve_inverse if "form" in options else dense.solve_eigen
-        assert dense.relative_error(stacked(model), solver(W[None], A[None], G[None], 0.3)[0]) < 1e-9
-
-
 def test_token_means_with_a_mask():
     """Every position counts as a sample, those of a mask as none."""
     model = Language().double()
@@ -192,70 +163,6 @@ def test_token_means_with_a_mask():
     preconditioner.step(count=count)
     F = block(model, [[(ids[keep], g[keep])], [(x[keep], h[keep])]], count)
     assert dense.relative_error(stacked(model), solve(W, F, V)) < 1e-9
-
-
-def test_many_steps():
-    model = Language(bias=True).double()
-    preconditioner = natgrad.Preconditioner(model, damping=0.3, refresh=natgrad.Refresh(inverses=1))
-    averages, weight = [0, 0, 0, 0], 0.0
-    for step in range(4):
-        ids = torch.randint(V, (3, LENGTH), generator=torch.Generator().manual_seed(step))
-
-        def loss(model, ids=ids):
-            return total_loss(model(ids), 3)
-
-        found = look(model, loss)
-        model.zero_grad()
-        (loss(model) / 3).backward()
-        W = stacked(model)
-        preconditioner.step()
-        fresh = [*lookups(found[0], 3, V, D + 1), *heads(found[1], 3, D + 1)]
-        averages = [0.95 * old + 0.05 * new for old, new in zip(averages, fresh, strict=True)]
-        weight = 0.95 * weight + 0.05
-        rows, features, outputs, inputs = (average / weight for average in averages)
-        F = torch.kron(rows, features) + torch.kron(outputs, inputs)
-        assert dense.relative_error(stacked(model), solve(W, F, V)) < 1e-9
-
-
-@DRAWN
-@given(st.integers(1, 5), st.integers(1, 4), st.booleans(), st.floats(0.1, 10), st.integers(0, 99))
-def test_the_merged_product_keeps_both_partial_traces(size, columns, full, scale, seed):
-    """And so the trace; and it does not change when a factor of a use grows and the other shrinks."""
-    torch.manual_seed(seed)
-    layer = nn.Embedding(size, columns), nn.Linear(columns, size, bias=False)
-    layer[1].weight = layer[0].weight
-    curvature = natgrad.KFAC(max_factor_size=8192 if full else columns)
-    preconditioner = natgrad.Preconditioner(nn.Sequential(*layer), curvature)
-    table = preconditioner._structure.groups[0].curvature
-
-    def moments(width):
-        x = torch.randn(2, 7, width).double()
-        return x.mT @ x
-
-    D, E, G, A = moments(size).diagonal(dim1=1, dim2=2), moments(columns), moments(size), moments(columns)
-    if not full and size > columns:
-        G = G.diagonal(dim1=1, dim2=2)
-    T = torch.rand(2, 1).double() + 1
-
-    def merged(scale):
-        averages = {"D": D, "E": E, "G": G * scale, "A": A / scale, "T": T}
-        factors = table.merged(averages)
-        return factors["G"], factors["A"]
-
-    R, C = merged(1.0)
-    for n in range(2):
-        dense_G = torch.diag(G[n]) if G.ndim == 2 else G[n]
-        F = torch.kron(torch.diag(D[n]) / D[n].sum(), E[n]) + torch.kron(dense_G, A[n]) / T[n]
-        product = torch.kron(torch.diag(R[n]) if R.ndim == 2 else R[n], C[n])
-        for left, right in zip(
-            product_of_partial_traces(F, size), product_of_partial_traces(product, size), strict=True
-        ):
-            torch.testing.assert_close(left, right)
-        torch.testing.assert_close(F.trace(), product.trace())
-        if size == 1 or columns == 1:
-            torch.testing.assert_close(F, product)  # a Kronecker product itself
-    for factor, scaled in zip((R, C), merged(scale), strict=True):
-        torch.testing.assert_close(factor, scaled)
 
 
 class Twice(nn.Module):
@@ -342,27 +249,6 @@ def test_a_module_under_two_names_is_one():
     dense.assert_equal(dense.gradients(model.one), dense.KFAC(damping=0.3).step(rows))
 
 
-class Other(Curvature):
-    """A curvature that knows nothing of embeddings."""
-
-    factor_decay = 0.9
-
-    def statistics(self, d_out, d_in):
-        return ()
-
-    def tasks(self, d_out, d_in):
-        return ()
-
-    def accumulate(self, sums, inputs, gradients, scale, computed=None):
-        raise AssertionError
-
-    def compute(self, task, averages, damping, previous=None):
-        raise AssertionError
-
-    def precondition(self, computed, averages, state, gradient, damping):
-        raise AssertionError
-
-
 def reasons(model, curvature):
     return {row.parameter: row.reason for row in natgrad.Preconditioner(model, curvature).explain().rows}
 
@@ -384,7 +270,6 @@ def test_why_tied_modules_are_left_out():
     assert "curvatures differ" in reasons(Language(), patterns)["embedding.weight"]
     left = reasons(Language(), {"heads.*": None, "*": one})
     assert left["embedding.weight"] == "shared with heads.0, which is left out"
-    assert "tied with a linear layer" in reasons(Language(), {"mix": one, "*": Other()})["embedding.weight"]
     wide = natgrad.KFAC(max_factor_size=V - 1, wide="optimizer")
     assert "max_factor_size" in reasons(Language(), wide)["embedding.weight"]
     model = Language(bias=True, heads=2)
@@ -406,24 +291,3 @@ def test_a_large_vocabulary_takes_no_more_than_its_weight(options):
     width = options.get("max_factor_size", D + 1)
     assert largest.elements <= size * width * 2
     assert model.embedding.weight.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("options", [{}, {"form": "inverse"}, {"sharing": "reduce", "max_factor_size": 4}])
-def test_the_state_resumes(options):
-    def trained(steps, state=None):
-        model = Language(bias=True).double()
-        preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options), damping=0.1)
-        if state:
-            preconditioner.load_state_dict(state)
-        for step in steps:
-            ids = torch.randint(V, (3, LENGTH), generator=torch.Generator().manual_seed(step))
-            model.zero_grad()
-            cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
-            preconditioner.step()
-        return preconditioner.state_dict(), stacked(model)
-
-    (straight, expected), (resumed, actual) = trained(range(4)), trained(range(2, 4), trained(range(2))[0])
-    assert torch.equal(actual, expected)
-    assert straight["blocks"].keys() == {"embedding.weight", "mix.weight"}
-    for key, own in straight["blocks"].items():
-        assert all(torch.equal(tensor, resumed["blocks"][key][name]) for name, tensor in own.items())

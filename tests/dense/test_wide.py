@@ -29,10 +29,10 @@ class Network(nn.Module):
 class KFAC(dense.KFAC):
     """The reference, with the eigenvalues of the Kronecker product in place of that product itself."""
 
-    def _solve(self, name, W, damping):
+    def solve(self, W, averages, damping, renewed):
         if self.form != "eigen":
-            return super()._solve(name, W, damping)
-        (A, G), _ = self.held[name]
+            return super().solve(W, averages, damping, renewed)
+        A, G = averages
         (vA, QA), (vG, QG) = torch.linalg.eigh(A), torch.linalg.eigh(G)
         return QG @ ((QG.mT @ W @ QA) / (vG[:, :, None] * vA[:, None, :] + damping)) @ QA.mT
 

@@ -118,7 +118,7 @@ _add(
     "masked_share",
     "Masked tokens count as samples: sums are not corrected for the share of positions that the loss averages over.",
     "dense/test_embedding.py::test_token_means_with_a_mask dense/test_tied.py::test_token_means_with_a_mask "
-    "dense/test_rows.py::test_of_token_losses_each_position_that_counts_is_a_row",
+    "dense/test_scale.py::test_masked_tokens_are_no_samples",
     ("capture.sums:Bucket.close", "shares.get(name, 1.0)", "1.0"),
 )
 _add(

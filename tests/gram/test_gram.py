@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from natgrad.layers import gram
 from natgrad.layers.gram.lags import add_lag_gram_
-from natgrad.layers.gram.patches import _lags_are_cheaper
 from natgrad.layers.gram.windows import Window
 
 
@@ -246,34 +245,3 @@ def test_single_precision_on_real_shapes_whatever_the_maps(name, dtype):
         )
     out = mirrored(out)
     assert (out - expected).norm() <= (1e-6 if dtype == torch.float32 else 3e-6) * expected.norm()
-
-
-def test_lags_are_chosen_where_they_pay():
-    """Of the shapes above only the stride-1 convolutions of several channels a group are worth it."""
-    chosen = set()
-    for name, (batch, channels, size, kernel, stride, groups) in REAL.items():
-        window = Window(
-            kernel_size=(kernel, kernel),
-            stride=(stride, stride),
-            padding=((kernel // 2, kernel // 2),) * 2,
-            dilation=(1, 1),
-        )
-        if _lags_are_cheaper((batch, channels, size, size), window, groups):
-            chosen.add(name)
-    assert chosen == {"ResNet-32 stem", "ResNet-32 stage 1", "ResNet-32 stage 3", "ResNeXt"}
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("stride", [1, 2])
-def test_products_compile_into_one_graph(stride):
-    """Hooks that call them may be traced with the model."""
-
-    def product(out: Tensor, maps: Tensor) -> Tensor:
-        geometry = {"kernel_size": (3, 3), "stride": (stride,) * 2, "padding": ((1, 1), (1, 1)), "dilation": (1, 1)}
-        gram.add_patch_gram_(out, maps, **geometry, groups=1, bias=True)
-        return mirrored(out)
-
-    maps = torch.randn(64, 8, 24, 24)
-    eager = product(torch.zeros(1, 73, 73), maps)
-    traced = torch.compile(product, fullgraph=True, backend="eager")(torch.zeros(1, 73, 73), maps)
-    torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-2)  # sums of 36 864 products; the routines may differ

@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 import natgrad
 from natgrad.distributed import WireFormat
 from natgrad.linalg import damped_inverse
-from natgrad.linalg.precision import power_of_two
 from natgrad.specs import TensorSpec
 from natgrad.state.tensors import StateTensors
 from tests import device
@@ -196,11 +195,6 @@ def test_what_is_not_finite_arrives_as_such_and_harms_no_neighbour():
     assert torch.allclose(numbers[0, 5:], values[0, 5:], rtol=1e-3, atol=0)
 
 
-def test_a_power_of_two():
-    groups = torch.tensor([[0.0, 0.0], [3.0, -5.0], [2.0**-60, 0.0], [float("nan"), 1.0]])
-    assert power_of_two(groups, 0).tolist() == [2.0**-99, 8.0, 2.0**-59, 2.0]
-
-
 def test_state_moves_between_precisions():
     model = network()
     _, fine = natural_gradients(natgrad.Precision(), model=model)
@@ -214,13 +208,6 @@ def test_state_moves_between_precisions():
                 stored = there["blocks"][key][name].double()
                 assert (stored - value.double()).abs().max() <= 5e-3 * value.double().abs().max()
                 assert torch.equal(back.state_dict()["blocks"][key][name], there["blocks"][key][name])
-
-
-@pytest.mark.parametrize("name", ["factors", "wire", "solve"])
-@pytest.mark.parametrize("value", ["bfloat16", torch.int8, torch.complex64, 16])
-def test_wrong_dtypes(name, value):
-    with pytest.raises(ValueError, match=name):
-        natgrad.Precision(**{name: value})
 
 
 if __name__ == "__main__":  # the table of docs/measurements.md

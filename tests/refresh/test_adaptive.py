@@ -89,22 +89,6 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("at", [3, 6])
-def test_a_training_resumes_bit_for_bit(name, at):
-    clock = natgrad.Adaptive(RULES[name], **EVERY_OTHER)
-    straight, states = run(clock, 10)
-    before, _ = run(clock, at)
-    other = Training(natgrad.KFAC, refresh=clock)
-    other.model.load_state_dict(before.model.state_dict())
-    other.preconditioner.load_state_dict(states[at - 1])
-    for step in range(at, 10):
-        other.step(batch(step))
-    for p, q in zip(straight.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert decisions(other.preconditioner.state_dict()) == decisions(states[-1])
-
-
-@pytest.mark.parametrize("name", RULES)
 def test_a_rule_that_always_renews_is_a_fixed_interval(name):
     always = {
         "trace": natgrad.TraceRule(upper=1e-12),
@@ -123,49 +107,6 @@ def test_rules_go_with_every_curvature_of_sums(name, rule):
     metrics = training.preconditioner.metrics()
     assert metrics["layers_refreshed"] + metrics["layers_kept"] == 3
     assert all(p.isfinite().all() for p in training.model.parameters())
-
-
-def test_a_state_of_another_clock_begins_the_rule_anew():
-    one, states = run(natgrad.Refresh(**EVERY_OTHER), 4)
-    other = Training(natgrad.KFAC, refresh=natgrad.Adaptive(natgrad.DriftRule(0.3), **EVERY_OTHER))
-    other.model.load_state_dict(one.model.state_dict())
-    other.preconditioner.load_state_dict(states[-1])
-    other.step(batch(4))
-    assert set(decisions(other.preconditioner.state_dict()).values()) == {REFRESHED}
-
-
-def test_a_wrong_state_is_refused():
-    training, states = run(natgrad.Adaptive(natgrad.DriftRule(0.3), **EVERY_OTHER), 2)
-    key = next(iter(states[-1]["blocks"]))
-    states[-1]["blocks"][key]["rule"] = torch.zeros(1, 7)
-    with pytest.raises(ValueError, match="rule"):
-        training.preconditioner.load_state_dict(states[-1])
-
-
-def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
-    """At the next decision, whatever the rule says."""
-    fails = []
-    original = natgrad.KFAC.compute
-
-    def compute(self, task, averages, damping, previous=None):
-        written, fine = original(self, task, averages, damping, previous)
-        return written, fine & (not fails)
-
-    monkeypatch.setattr(natgrad.KFAC, "compute", compute)
-    training = Training(natgrad.KFAC, refresh=natgrad.Adaptive(natgrad.TraceRule(upper=0.6), inverses=2))
-    for step in range(2):
-        training.step(batch(step))
-    for stack, decided in training.preconditioner._structure.decisions.items():
-        for index in range(len(stack.members)):
-            decided.end_refresh(index, failed=True)  # so that all are renewed at step 2
-    fails.append(True)
-    training.step(batch(2))
-    failed = training.preconditioner.state_dict()
-    assert all(torch.isnan(own["rule"][0, 0]) for own in failed["blocks"].values())
-    fails.clear()
-    training.step(batch(3))
-    training.step(batch(4))
-    assert set(decisions(training.preconditioner.state_dict()).values()) == {REFRESHED}
 
 
 @pytest.mark.parametrize(
@@ -227,15 +168,6 @@ def test_what_cannot_be_routed_is_refused(curvature, clock, placement):
         natgrad.Preconditioner(model, curvature, optimizer=optimizer, placement=placement, refresh=clock)
 
 
-def test_decisions_are_explained():
-    training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6), **EVERY_OTHER), 8)
-    kept = {row.parameter: row.kept for row in training.preconditioner.explain().rows if row.curvature}
-    expected = {key: code == KEPT for key, code in decisions(states[-1]).items()}
-    assert {key: kept[key] for key in expected} == expected
-    assert any(expected.values())
-    assert "kept" in str(training.preconditioner.explain())
-
-
 def test_what_drift_is_compared_with_counts_as_memory():
     plain, _ = run(natgrad.Adaptive(natgrad.TraceRule()), 1)
     drifting, _ = run(natgrad.Adaptive(natgrad.DriftRule()), 1)
@@ -249,18 +181,6 @@ def test_what_drift_is_compared_with_counts_as_memory():
 
 
 # --- States of earlier versions -------------------------------------------------------------------------------------
-
-
-def test_layers_that_an_earlier_version_stopped_are_kept():
-    """Their states had a third number, the trace without damping."""
-    rule = natgrad.Adaptive(natgrad.TraceRule(upper=0.3), **EVERY_OTHER)
-    training, states = run(rule, 4)
-    own = states[-1]["blocks"]["head.weight"]["rule"]
-    own[:, 1], own[:, 2] = 3.0, own[:, 0] - 0.1
-    training.preconditioner.load_state_dict(states[-1])
-    after = training.preconditioner.state_dict()["blocks"]["head.weight"]["rule"]
-    assert torch.equal(after[:, 0], own[:, 0])
-    assert (after[:, 1] == KEPT).all()
 
 
 def test_states_of_rules_that_were_removed_are_refused_by_name():

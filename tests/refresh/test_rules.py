@@ -2,7 +2,7 @@
 
 from functools import partial
 from itertools import pairwise
-from math import inf, nan
+from math import inf
 
 import pytest
 import torch
@@ -12,8 +12,6 @@ import natgrad
 from natgrad.refresh import Candidate
 from tests.every import Training, batch
 from tests.refresh.own_rules import LargestDrift, PowersOfTwo, RoundRobin
-
-RULES = {"powers of two": PowersOfTwo, "round robin": RoundRobin, "largest drift": LargestDrift}
 
 
 def run(rule, steps, **options):
@@ -74,14 +72,6 @@ def test_ranks_compare_rules_by_their_options():
     assert repr(natgrad.DriftRule(0.2)) == "DriftRule(threshold=0.2)"
 
 
-def test_one_interval_is_that_of_both_sides():
-    rule = natgrad.Refresh(factors=3, inverses=7)
-    assert not rule.separate
-    assert {rule.factor_interval(0, side) for side in ("inputs", "gradients")} == {3}
-    assert {rule.inverse_interval(0, reads) for reads in ("inputs", "gradients", "both")} == {7}
-    assert rule.intervals(0) == {"factors": 3, "inverses": 7}
-
-
 def test_what_reads_both_sides_follows_the_shorter_interval():
     rule = natgrad.Refresh(
         factors=natgrad.Sides(inputs=lambda step: 2 + step, gradients=3),
@@ -94,25 +84,6 @@ def test_what_reads_both_sides_follows_the_shorter_interval():
     assert rule.intervals(0)["inverses"] == pytest.approx(2 / (1 / 50 + 1 / 10))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: natgrad.Sides(inputs=0, gradients=1),
-        lambda: natgrad.Sides(inputs=1, gradients="often"),
-        lambda: natgrad.TraceRule(upper=0.0),
-        lambda: natgrad.DriftRule(0),
-        lambda: natgrad.DriftRule(nan),
-        lambda: natgrad.Adaptive("trace"),
-        lambda: natgrad.Adaptive(natgrad.Refresh()),
-        lambda: natgrad.Adaptive(natgrad.TraceRule(), inverses=0),
-        lambda: natgrad.Adaptive(natgrad.TraceRule(), factors=natgrad.Sides(inputs=1, gradients=1)),
-    ],
-)
-def test_wrong_numbers_are_refused(wrong):
-    with pytest.raises(ValueError, match="is not allowed"):
-        wrong()
-
-
 # --- Of a user's own ------------------------------------------------------------------------------------------------
 
 
@@ -122,18 +93,6 @@ def test_a_rule_that_overrides_nothing_is_the_default():
 
     assert natgrad.refresh.Clock is natgrad.RefreshRule
     assert_same(run(Nothing(), 12)[0], run(natgrad.Refresh(), 12)[0])
-
-
-def test_intervals_of_ones_own():
-    class Intervals(natgrad.RefreshRule):
-        def factor_interval(self, step, side="gradients"):
-            return 2
-
-        def inverse_interval(self, step, reads="both"):
-            return 4
-
-    assert_same(run(Intervals(), 9)[0], run(natgrad.Refresh(factors=2, inverses=4), 9)[0])
-    assert Intervals().intervals(0) == {"factors": 2, "inverses": 4}
 
 
 def test_intervals_of_both_sides():
@@ -172,26 +131,6 @@ def test_a_rule_goes_with_other_intervals():
     assert_same(run(natgrad.DriftRule(0.3), 12)[0], run(natgrad.Adaptive(natgrad.DriftRule(0.3)), 12)[0])
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("at", [3, 4])
-def test_a_training_resumes_bit_for_bit(name, at):
-    straight, states = run(RULES[name](), 10)
-    before, _ = run(RULES[name](), at)
-    after = Training(natgrad.KFAC, refresh=RULES[name]())
-    after.model.load_state_dict(before.model.state_dict())
-    after.preconditioner.load_state_dict(states[at - 1])
-    for step in range(at, 10):
-        after.step(batch(step))
-    assert_same(straight, after)
-
-
-def test_verify_asks_a_rule_anew():
-    training, states = run(PowersOfTwo(), 4)
-    loss = nn.functional.cross_entropy
-    assert training.preconditioner.verify(batch(9), lambda model, given: loss(model(given[0]), given[1])).worst < 1e-10
-    assert training.preconditioner.state_dict()["last_inverses"] == states[-1]["last_inverses"]
-
-
 # --- Names, and what is refused -------------------------------------------------------------------------------------
 
 
@@ -206,13 +145,6 @@ def test_a_registered_name():
         natgrad.register_refresh("tests: three", 3)
     with pytest.raises(ValueError, match="name=3 is not allowed"):
         natgrad.register_refresh(3, RoundRobin)
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"), [("fixed", natgrad.Refresh()), ("drift", natgrad.Adaptive(natgrad.DriftRule()))]
-)
-def test_names_of_the_rules_that_there_are(name, rule):
-    assert_same(run(name, 12)[0], run(rule, 12)[0])
 
 
 def odd(**attributes):

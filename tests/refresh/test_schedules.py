@@ -56,21 +56,3 @@ def test_scaled_intervals_keep_the_refreshes_of_an_epoch():
 def test_scaled_intervals_take_schedules_and_end_at_every_step():
     schedule = natgrad.ScaledInterval(natgrad.TwoPhaseInterval(10, epochs=1, interval=8), reference=2, size=4)
     assert [schedule(0), schedule(10)] == [1, 4]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: natgrad.GrowingInterval(0),
-        lambda: natgrad.GrowingInterval(10.5),
-        lambda: natgrad.TwoPhaseInterval(10, epochs=-1),
-        lambda: natgrad.MultiStepInterval(0.5, steps=[1]),
-        lambda: natgrad.MultiStepInterval(1, steps=[2, 1]),
-        lambda: natgrad.MultiStepInterval(1, steps=[1], factor=0.5),
-        lambda: natgrad.ScaledInterval(0, reference=1, size=1),
-        lambda: natgrad.ScaledInterval(1, reference=0, size=1),
-    ],
-)
-def test_wrong_numbers_are_refused(wrong):
-    with pytest.raises(ValueError, match="is not allowed"):
-        wrong()

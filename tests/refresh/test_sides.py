@@ -97,17 +97,6 @@ def test_labels_are_drawn_where_gradients_are_due(monkeypatch):
     assert drawn == [0, 2, 4, 6]
 
 
-@pytest.mark.parametrize("form", ["eigen", "inverse"])
-@pytest.mark.parametrize("make", [natgrad.KFAC, natgrad.EKFAC])
-def test_equal_clocks_are_one_clock(make, form):
-    make = (lambda **options: natgrad.KFAC(form=form, **options)) if make is natgrad.KFAC else make
-    both = natgrad.Refresh(factors=natgrad.Sides(inputs=2, gradients=2), inverses=natgrad.Sides(inputs=4, gradients=4))
-    one, _ = run(make, 9, refresh=natgrad.Refresh(factors=2, inverses=4))
-    other, _ = run(make, 9, refresh=both)
-    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 def test_inverses_that_balance_the_damping_follow_the_shorter_clock():
     """With π both inverses read both factors."""
     options = {"refresh": natgrad.Refresh(inverses=INVERSES)}
@@ -125,20 +114,6 @@ def test_moments_begin_anew_with_either_basis():
         since = [float(state["blocks"][key]["s"].mean()) for state in states]
         steps = [0, 1, 2, 0, 0, 1, 0, 1, 0]
         assert since == pytest.approx([1 - DECAY**count for count in steps], abs=1e-12)
-
-
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_a_training_resumes_between_the_clocks(at):
-    refresh = natgrad.Refresh(factors=FACTORS, inverses=INVERSES)
-    straight, states = run(natgrad.KFAC, 9, refresh=refresh)
-    resumed, _ = run(natgrad.KFAC, at, refresh=refresh)
-    other = Training(natgrad.KFAC, refresh=refresh)
-    other.model.load_state_dict(resumed.model.state_dict())
-    other.preconditioner.load_state_dict(states[at - 1])
-    for step in range(at, 9):
-        other.step(batch(step))
-    for p, q in zip(straight.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_a_state_of_one_clock_is_taken_by_two():

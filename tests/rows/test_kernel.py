@@ -97,24 +97,6 @@ def test_with_as_many_rows_as_there_are_the_decomposition_is_exact(sizes):
     torch.testing.assert_close(solved(selections, V, samples), expected, rtol=1e-9, atol=1e-11)
 
 
-def test_the_number_of_samples_may_be_a_tensor():
-    A, G, V = rows(2, 6, 4), rows(2, 6, 5, 1), rows(2, 5, 4, 2)
-    samples = torch.tensor([6.0, 9.0], dtype=torch.float64)
-    selection = kernel.interpolate(A, G, 6, samples=samples, damping=DAMPING)
-    found = solved([selection], V, samples)
-    for index, count in enumerate((6, 9)):
-        own = slice(index, index + 1)
-        torch.testing.assert_close(found[own], dense(A[own], G[own], V[own], count), rtol=1e-9, atol=1e-11)
-
-
-def test_more_rows_than_the_rank_change_nothing():
-    # Six rows of a layer of four by one: a kernel of rank four.
-    A, G, V = rows(1, 12, 4), rows(1, 12, 1, 1), rows(1, 1, 4, 2)
-    selection = kernel.interpolate(A, G, 12, samples=12, damping=DAMPING)
-    assert int((selection.A.abs().sum(-1) > 0).sum()) == 4
-    torch.testing.assert_close(solved([selection], V, 12), dense(A, G, V, 12), rtol=1e-9, atol=1e-11)
-
-
 def test_the_selected_rows_are_rows_and_what_is_left_over_is_positive():
     A, G = decaying(24, 6, 0)[0][None], decaying(24, 5, 5)[0][None]
     Q = kernel.gram(A, G) / 24
@@ -130,23 +112,7 @@ def test_the_selected_rows_are_rows_and_what_is_left_over_is_positive():
     torch.testing.assert_close(chosen.G[0], G[0, pivots[0]])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_on_decaying_kernels_few_decomposed_rows_are_far_nearer_than_few_drawn_ones(seed):
-    A, G, V = decaying(64, 10, 10 * seed), decaying(64, 8, 10 * seed + 5), rows(1, 8, 10, seed)
-    expected = dense(A, G, V, 64, 1e-3)
-    decomposed = error(solved([kernel.interpolate(A, G, 16, samples=64, damping=1e-3)], V, 64, 1e-3), expected)
-    draws = [kernel.sample(A, G, 16, starts=starts(1, draw)) for draw in range(20)]
-    drawn = sorted(error(solved([one], V, 64, 1e-3), expected) for one in draws)
-    assert 5 * decomposed <= drawn[10]
-
-
 # --- KIS ------------------------------------------------------------------------------------------------------------
-
-
-def test_drawn_rows_are_exact_where_all_are_drawn():
-    A, G, V = rows(2, 9, 4), rows(2, 9, 5, 1), rows(2, 5, 4, 2)
-    selections = [kernel.sample(a, g, 6, starts=starts(2)) for a, g in zip(cut(A, [3, 6]), cut(G, [3, 6]), strict=True)]
-    torch.testing.assert_close(solved(selections, V, 9), dense(A, G, V, 9), rtol=1e-10, atol=1e-12)
 
 
 def test_drawn_rows_make_an_unbiased_fisher():
@@ -240,13 +206,6 @@ def test_what_float32_cannot_factorise_is_factorised_in_float64(monkeypatch):
     torch.testing.assert_close(found, dense(A, G, V, 8).float(), rtol=1e-3, atol=1e-4)
 
 
-def test_float32_is_as_near_as_its_rounding():
-    A, G, V = rows(2, 200, 12), rows(2, 200, 9, 1), rows(2, 9, 12, 2)
-    expected = dense(A, G, V, 200, 1e-2)
-    found = solved([kernel.interpolate(A.float(), G.float(), 200, samples=200, damping=1e-2)], V.float(), 200, 1e-2)
-    assert error(found.double(), expected) < 1e-3
-
-
 @pytest.mark.parametrize("exponent", [-25, -16, 0, 16, 25])
 @pytest.mark.parametrize("silent", [False, True])
 def test_scores_of_rows_whose_squares_leave_float32(exponent, silent):
@@ -265,7 +224,3 @@ def test_scores_of_a_block_hang_on_no_other(odd):
     alone = kernel.scores(A[:1], G[:1])
     A[1, 3] = odd
     assert torch.equal(kernel.scores(A, G)[:1], alone)
-
-
-def test_scores_of_no_rows():
-    assert kernel.scores(torch.zeros(2, 0, 4), torch.zeros(2, 0, 5)).shape == (2, 0)

@@ -6,38 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils._pytree import tree_flatten
 
 import natgrad
 from natgrad.capture.sampled import LabelSampler
 from tests.dense import reference as dense
-from tests.dense.test_rows import ALL, batch, build, expected, network, pooled, solve, token_model, total
+from tests.dense.test_rows import batch, build, network, pooled, solve, total
 
 # --- Trouble --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("curvature", ALL, ids=repr)
-def test_rows_that_are_not_finite_leave_what_there_was(curvature):
-    model, (x, y) = network(), batch()
-    preconditioner = build(model, curvature)
-    cross_entropy(model(x), y).backward()
-    preconditioner.step()
-    before = copy.deepcopy(preconditioner.state_dict()["blocks"])
-    model.zero_grad()
-    hook = model[3].register_forward_hook(lambda module, args, output: output * float("nan"))
-    cross_entropy(model(x), y).backward()
-    hook.remove()
-    preconditioner.step()
-    after = preconditioner.state_dict()["blocks"]
-    for name in ("A", "G", "M"):
-        assert all(torch.equal(before[key][name][0], after[key][name][0]) for key in before)
-    assert preconditioner.metrics()["skipped_factors"] == 4  # the groups of the convolution are two blocks
-    model.zero_grad()
-    cross_entropy(model(x), y).backward()
-    raw = dense.gradients(model)
-    wanted = expected(model, total(x, y), raw)
-    preconditioner.step()
-    dense.assert_equal(dense.gradients(model), wanted, 1e-8)
 
 
 def test_a_layer_in_trouble_keeps_its_own_number_of_rows_among_others():
@@ -118,43 +93,6 @@ def test_thousands_of_rows_need_no_outer_products():
 # --- State ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("curvature", [natgrad.SNGD(), natgrad.HyLo(0.4), natgrad.HyLo(0.4, method="kis")], ids=repr)
-@pytest.mark.parametrize("precision", [torch.float64, torch.bfloat16, torch.float16])
-def test_training_resumes_bit_by_bit(curvature, precision):
-    def make(state=None):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options = {"refresh": natgrad.Refresh(inverses=2), "precision": natgrad.Precision(solve=precision)}
-        preconditioner = build(model, curvature, optimizer=optimizer, **options)
-        if state is not None:
-            model.load_state_dict(state["model"])
-            preconditioner.load_state_dict(state["preconditioner"])
-        return model, optimizer, preconditioner
-
-    def train(made, steps):
-        model, optimizer, preconditioner = made
-        for step in steps:
-            x, y = batch(samples=7 + step, seed=step)
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            preconditioner.step()
-            optimizer.step()
-            if step % 2:
-                preconditioner.next_epoch()
-        state = {"model": model.state_dict(), "preconditioner": preconditioner.state_dict()}
-        return copy.deepcopy(state)
-
-    made = make()
-    half = train(made, range(5))
-    whole = train(made, range(5, 9))
-    resumed = train(make(half), range(5, 9))
-    assert all(torch.equal(value, resumed["model"][name]) for name, value in whole["model"].items())
-    (leaves, form), (others, other) = (tree_flatten(each["preconditioner"]["blocks"]) for each in (whole, resumed))
-    assert form == other
-    assert all(map(torch.equal, leaves, others))
-    assert whole["preconditioner"]["epochs"] == resumed["preconditioner"]["epochs"]
-
-
 def test_a_state_without_its_rows_is_refused():
     model, (x, y) = network(), batch()
     preconditioner = build(model, natgrad.SNGD())
@@ -213,85 +151,7 @@ def test_a_decay_of_the_learning_rate_makes_its_epoch_critical():
     assert scripted([9] * 7, rates) == [True, True, False, False, True, False, True]
 
 
-def test_without_epochs_all_is_the_first():
-    model, (x, y) = network(), batch()
-    preconditioner = build(model, natgrad.HyLo(0.5))
-    for _ in range(3):
-        model.zero_grad()
-        cross_entropy(model(x), y).backward()
-        preconditioner.step()
-        assert preconditioner.metrics()["kid"] == 1.0
-
-
 # --- Other ways to train --------------------------------------------------------------------------------------------
-
-
-def test_scaled_losses_and_steps_that_the_scaler_skips():
-    model, (x, y) = network(), batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    preconditioner = build(model, natgrad.SNGD(), optimizer=optimizer, kl_clip=None, scaler=scaler)
-    wanted = expected(model, total(x, y))
-    for step in range(2):
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y) * (float("inf") if step else 1.0)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        before = preconditioner.state_dict()["blocks"]
-        preconditioner.step()
-        if step == 0:
-            dense.assert_equal(dense.gradients(model), wanted, 1e-8)
-            scaler.update()
-    after = preconditioner.state_dict()["blocks"]
-    assert all(torch.equal(before[key][name][0], after[key][name][0]) for key in before for name in ("A", "G", "M"))
-    assert preconditioner.metrics()["skipped_factors"] == 0
-
-
-@pytest.mark.compiles
-def test_a_compiled_model():
-    model, (x, y) = token_model(), batch()
-    x = x.flatten(1)[:, :4]
-    wanted = expected(model, total(x, y))
-    preconditioner = build(model, natgrad.SNGD())
-    compiled = torch.compile(model, backend="aot_eager")
-    cross_entropy(compiled(x), y).backward()
-    preconditioner.step()
-    dense.assert_equal(dense.gradients(model), wanted, 1e-8)
-
-
-def test_layers_that_are_never_called_stay_plain_with_a_warning():
-    class Around(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return nn.functional.linear(torch.tanh(self.one(x)), self.other.weight)
-
-    torch.manual_seed(0)
-    model = Around()
-    preconditioner = build(model, natgrad.HyLo(0.5))
-    cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
-    raw = model.other.weight.grad.clone()
-    with pytest.warns(natgrad.NatgradWarning, match="never called"):
-        preconditioner.step()
-    assert torch.equal(model.other.weight.grad, raw)
-    assert preconditioner.metrics()["plain_layers"] == 1
-
-
-def test_a_step_before_any_forward_is_harmless():
-    model, (x, y) = network(), batch()
-    preconditioner = build(model, natgrad.HyLo(0.5))
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
-        preconditioner.step()
-    assert preconditioner.metrics()["inverse_updates"] == 0
-    assert not preconditioner.has_curvature
-    model.zero_grad()
-    cross_entropy(model(x), y).backward()
-    preconditioner.step()
-    assert preconditioner.metrics()["inverse_updates"] == 1
 
 
 def test_a_model_that_changes_keeps_the_rows_of_layers_that_stay():
