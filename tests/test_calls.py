@@ -174,3 +174,19 @@ def test_one_optimizer_of_two_must_be_of_one_model():
     unknown = natgrad.Preconditioner(model)
     with pytest.raises(ValueError, match="one of the preconditioner's model"):
         natgrad.PreconditionedOptimizer(torch.optim.Adam(nn.Linear(2, 2).parameters()), unknown)
+
+
+def test_a_first_step_of_a_warm_up_is_no_loaders_step():
+    """The learning rate and the gradients are zero in both; a loader has made no backward pass."""
+    model, x = nn.Linear(3, 2).double(), torch.randn(5, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    both = natgrad.PreconditionedOptimizer(optimizer, natgrad.Preconditioner(model, optimizer=optimizer))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    both.step()
+    assert both.preconditioner.metrics()["step"] == 0
+    optimizer.state.clear()
+    (0.0 * model(x)).sum().backward()
+    both.step()
+    assert both.preconditioner.metrics()["step"] == 1
+    assert both.preconditioner.has_curvature

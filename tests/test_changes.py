@@ -1,5 +1,8 @@
 """Models that change after the preconditioner was built, and steps that see little: as if built on what is there."""
 
+import copy
+import io
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -8,8 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-
-SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
+from tests.classifier import SAMPLED, assert_same, batch, blocks, network, precondition, train
 
 
 def chain(*widths):
@@ -112,27 +114,6 @@ def test_layers_that_a_clock_is_for_may_be_frozen_and_thawed(refresh):
         assert not torch.equal(model[1].weight.grad, plain)
 
 
-def test_a_weight_that_is_untied_later_is_preconditioned():
-    model = chain(5, 5, 5)
-    tie(model)
-    preconditioner = every_step(model)
-    natural_gradients(model, preconditioner)
-    replace(model)
-    alone = chain(5, 5, 5)
-    alone.load_state_dict(model.state_dict())
-    actual = natural_gradients(model, preconditioner, 4)[1]
-    natural_gradients(alone, plain := every_step(alone), 4)
-    assert torch.linalg.vector_norm(actual - raw(alone)[1]) > 0.1 * torch.linalg.vector_norm(actual)
-    assert preconditioner.explain().covered == plain.explain().covered == 1.0
-
-
-def raw(model):
-    model.zero_grad()
-    x = torch.randn(9, 5, generator=torch.Generator().manual_seed(1)).double()
-    model(x).square().mean().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
 class Fork(nn.Module):
     def __init__(self):
         super().__init__()
@@ -178,14 +159,6 @@ def test_no_positions(sharing):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_labels_that_were_not_sampled_are_still_missed():
-    model = nn.Linear(3, 4)
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**SAMPLED))
-    cross_entropy(model(torch.randn(5, 3)), torch.randint(4, (5,))).backward()
-    with pytest.raises(natgrad.NatgradError, match="backward"):
-        preconditioner.step()
-
-
 def train_a_step(model, preconditioner, step):
     x = torch.randn(9, 4, generator=torch.Generator().manual_seed(step)).double()
     model.zero_grad()
@@ -219,3 +192,94 @@ def test_the_state_between_a_change_and_the_next_step_is_that_of_the_model_as_it
             for p, q in zip(model.parameters(), others.parameters(), strict=True)
             if p.requires_grad
         )
+
+
+def test_a_group_added_later_is_clipped_with_its_own_rate():
+    def run(split):
+        model = network()
+        head = list(model[4].parameters())
+        rest = [parameter for parameter in model.parameters() if all(parameter is not one for one in head)]
+        groups = [{"params": rest}] if split else [{"params": rest}, {"params": head, "lr": 0.3}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.1, kl_clip=1e-6)
+        if split:
+            optimizer.add_param_group({"params": head, "lr": 0.3})
+        train(model, range(3), optimizer=optimizer, preconditioner=preconditioner)
+        return model.state_dict()
+
+    assert_same(run(split=True), run(split=False))
+
+
+def swap_layer(model):
+    model[4] = nn.Linear(5, 3).double()
+
+
+def swap_parent(model):
+    model[3] = nn.Sequential(nn.Linear(12, 5), nn.Tanh()).double()
+
+
+def add_layer(model):
+    model.append(nn.Linear(3, 3).double())
+
+
+@pytest.mark.parametrize(
+    ("change", "fresh", "updates"),
+    [(swap_layer, "4.weight", 5), (swap_parent, "3.0.weight", 5), (add_layer, "5.weight", 2)],
+)
+def test_modules_replaced_or_added_later(change, fresh, updates):
+    """The coming step notices, the one after captures; a block of the same name and shape goes on with its averages."""
+    model = network()
+    preconditioner = train(model, range(3))
+    before = blocks(preconditioner)
+    torch.manual_seed(3)
+    change(model)
+    train(model, [3], preconditioner=preconditioner)
+    assert_same({"0.weight": blocks(preconditioner)["0.weight"]}, {"0.weight": before["0.weight"]}, 0)
+    train(model, [4, 5], preconditioner=preconditioner)
+    after = blocks(preconditioner)
+    names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv1d))}
+    assert after.keys() == names
+    assert all(float(block["weight"]) > 0 for block in after.values())
+    assert float(after["0.weight"]["weight"]) > float(before["0.weight"]["weight"])
+    assert float(after[fresh]["weight"]) == pytest.approx(1 - 0.95**updates)
+
+
+def through_a_file(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_a_file])
+@pytest.mark.parametrize("curvature", [{}, SAMPLED])
+def test_a_copy_is_inert_and_the_original_goes_on(duplicate, curvature):
+    expected, model = network(), network()
+    train(expected, range(4), preconditioner=precondition(expected, curvature))
+    preconditioner = precondition(model, curvature)
+    train(model, range(2), preconditioner=preconditioner)
+    twin = duplicate(model)
+    assert_same(twin.state_dict(), model.state_dict(), 0)
+    for step in range(2, 4):
+        twin(batch(9)[0]).sum().backward()
+        train(model, [step], preconditioner=preconditioner)
+    assert_same(model.state_dict(), expected.state_dict())
+    other = precondition(twin, curvature)  # the copy may have one of its own
+    train(twin, range(2), preconditioner=other)
+    assert all(float(block["weight"]) > 0 for block in blocks(other).values())
+
+
+def test_another_dtype_between_steps():
+    """float64 → float32 → bfloat16: the averages go with the parameters, as far as the precision says."""
+    model = network()
+    preconditioner = precondition(model, kl_clip=None)
+    for step, dtype in enumerate([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float64]):
+        model.to(dtype)
+        model.zero_grad()
+        x, y = batch(step)
+        cross_entropy(model(x.to(dtype)).double(), y).backward()
+        preconditioner.step()
+        for parameter in model.parameters():
+            assert parameter.grad.dtype == dtype
+            assert parameter.grad.isfinite().all()
+    assert preconditioner.metrics()["factor_updates"] == 5

@@ -147,14 +147,6 @@ def test_checkpoints(way, curvature, micro_batches, dropout):
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_checkpoints_of_layers_without_biases(way):
-    """The gradient audit then reads inputs too, which a checkpoint gives only once."""
-    expected, _ = train(network(bias=False), {})
-    actual, _ = train(network(sequential(way), bias=False), {})
-    assert_same(actual, expected)
-
-
 @pytest.mark.parametrize("curvature", FISHERS)
 @pytest.mark.parametrize("way", REENTRANT_WAYS.values(), ids=REENTRANT_WAYS)
 def test_reentrant_checkpoints_are_refused(way, curvature):

@@ -1,13 +1,9 @@
 """torch.compile: wherever the model is compiled, training is that of the plain model, and nothing is compiled anew."""
 
-import copy
-
 import pytest
 import torch
 import torch._dynamo.testing
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -225,14 +221,6 @@ def test_positions_of_the_loss_in_a_compiled_model(curvature):
     assert_same(training.steps(3), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("curvature", FISHERS[1:])
-def test_inductor(curvature):
-    plain, model = network(), network()
-    expected = Training(plain, plain, curvature=curvature).steps(3)
-    assert_same(Training(model, torch.compile(model, fullgraph=True), curvature=curvature).steps(3), expected)
-
-
 @pytest.mark.parametrize("way", [wrapped_before, pytest.param(in_place, marks=pytest.mark.slow), blocks_only])
 def test_nothing_is_compiled_anew(way):
     """Statistics are due at every second step only, and the batch shrinks and grows."""
@@ -266,18 +254,6 @@ def test_a_layer_frozen_later_is_compiled_anew_once():
     assert counts[4] == counts[-1]
 
 
-@pytest.mark.slow
-def test_a_model_within_a_compiled_function():
-    plain, model = network(), network()
-    expected = Training(plain, plain).steps(3)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def call(x):
-        return model(2 * x / 2)
-
-    assert_same(Training(model, call).steps(3), expected)
-
-
 def test_evaluation_of_a_compiled_model():
     plain, model = network(), network()
     expected = Training(plain, plain)
@@ -303,19 +279,6 @@ def test_attacks_on_a_compiled_model_are_not_counted():
     assert_same(model.state_dict(), expected)
 
 
-def test_a_copy_of_a_compiled_model_is_inert():
-    plain, model = network(), network()
-    expected = Training(plain, plain).steps(3)
-    model.compile(backend="aot_eager")
-    training = Training(model, model)
-    training.step(0)
-    twin = copy.deepcopy(model)
-    for step in range(1, 3):
-        twin(batch(7)[0]).sum().backward()
-        training.step(step)
-    assert_same(model.state_dict(), expected)
-
-
 def test_a_model_with_hooks_is_exported_without_them():
     model = network().eval()
     x = batch(0)[0]
@@ -326,26 +289,26 @@ def test_a_model_with_hooks_is_exported_without_them():
     torch.testing.assert_close(program.module()(x), expected)
 
 
-def leaves(model):
-    """How many gradients leave the backward graph of a compiled model."""
-    found = []
-
-    def compile_backward(graph, _):
-        found.append(str(graph.graph).count("natgrad.leave"))
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=compile_backward)
-    torch.compile(model, backend=backend)(batch(0)[0]).sum().backward()
-    return sum(found)
+COMPILED = {"backend": "aot_eager", "fullgraph": True}
 
 
-@pytest.mark.slow
-def test_graphs_hold_nothing_for_those_who_are_gone():
-    model = network()
-    preconditioner = natgrad.Preconditioner(model)
-    assert leaves(model) > 0
-    assert leaves(copy.deepcopy(model)) == 0
-    preconditioner.detach()
-    assert leaves(model) == 0
-    natgrad.Preconditioner(model)  # and nobody keeps it
-    assert leaves(model) == 0
+def test_checkpoints_inside_a_compiled_model():
+    plain, model = network(), network(reentrant=False)
+    expected = Training(plain, plain, curvature=FISHERS[2]).steps(3)
+    compiled = torch.compile(model, **COMPILED)
+    assert_same(Training(model, compiled, curvature=FISHERS[2]).steps(3), expected)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_compiled_blocks_inside_checkpoints(micro_batches):
+    plain, model = network(), network(reentrant=False)
+    expected = Training(plain, plain, curvature=FISHERS[2], micro_batches=micro_batches).steps(3)
+    called, _ = blocks_only(model, **COMPILED)
+    assert_same(Training(model, called, curvature=FISHERS[2], micro_batches=micro_batches).steps(3), expected)
+
+
+@pytest.mark.parametrize("curvature", FISHERS)
+def test_compiled_blocks_inside_reentrant_checkpoints_are_refused(curvature):
+    model, _ = blocks_only(network(reentrant=True), **COMPILED)
+    with pytest.raises(natgrad.NatgradError, match="use_reentrant=False"):
+        Training(model, model, curvature=curvature).step(0)

@@ -30,39 +30,10 @@ class ResNet(nn.Module):
         return self.fc(F.relu(x + self.bn2(self.conv2(y))).mean((2, 3)))
 
 
-class Detector(nn.Module):
-    """Region proposals and a predictor of boxes and classes, as in torchvision's Faster R-CNN."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Conv2d(2, 4, 3)
-        self.rpn = nn.Module()
-        self.rpn.conv, self.rpn.cls_logits, self.rpn.bbox_pred = (
-            nn.Conv2d(4, 4, 3),
-            nn.Conv2d(4, 3, 1),
-            nn.Conv2d(4, 12, 1),
-        )
-        self.box_head = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6))
-        self.box_predictor = nn.Module()
-        self.box_predictor.cls_score, self.box_predictor.bbox_pred = nn.Linear(6, 5), nn.Linear(6, 20)
-
-    def forward(self, x):
-        features = self.backbone(x).relu()
-        proposals = self.rpn.conv(features).relu()
-        boxes = self.box_head(features.mean((2, 3))).relu()
-        losses = {
-            "objectness": self.rpn.cls_logits(proposals),
-            "rpn_box": self.rpn.bbox_pred(proposals),
-            "classifier": self.box_predictor.cls_score(boxes),
-            "box": self.box_predictor.bbox_pred(boxes),
-        }
-        return {name: loss.square().mean() for name, loss in losses.items()}
-
-
 class Bert(nn.Module):
     """A masked language model with a tied head, and a prediction from the pooled first position."""
 
-    def __init__(self, returns=("scores", "next")):
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(7, 4)
         self.position = nn.Parameter(torch.randn(5, 4))
@@ -71,14 +42,12 @@ class Bert(nn.Module):
         self.transform, self.decoder = nn.Linear(4, 4), nn.Linear(4, 7)
         self.decoder.weight = self.embedding.weight
         self.seq_relationship = nn.Linear(4, 2)
-        self.returns = returns
 
     def forward(self, tokens):
         x = self.embedding(tokens) + self.position
         x = x + self.attention(x, x, x, need_weights=False)[0]
         scores = self.decoder(self.transform(x).relu())
-        outputs = {"scores": scores, "next": self.seq_relationship(self.pooler(x[:, 0]).tanh()), "hidden": x}
-        return {name: outputs[name] for name in self.returns}
+        return {"scores": scores, "next": self.seq_relationship(self.pooler(x[:, 0]).tanh())}
 
 
 class Decoder(nn.Module):
@@ -155,7 +124,6 @@ def total(outputs):
     return sum(map(total, values))
 
 
-DETECTOR = ["rpn.cls_logits", "rpn.bbox_pred", "box_predictor.cls_score", "box_predictor.bbox_pred"]
 BERT = ["decoder", "seq_relationship"]
 RIGHT = {
     "ResNet": (ResNet, images, ["fc"]),
@@ -172,7 +140,6 @@ WRONG = {
     "BERT": (Bert, tokens, BERT),
     "several tasks": (Trunk, rows, ["heads.a", "heads.b", "heads.c"]),
     "ResNet, head first": (partial(ResNet, first=True), images, ["fc"]),
-    "detector": (Detector, images, DETECTOR),
     "generator first": (partial(Seq2Seq, first=True), lambda: torch.randn(5, 2, 4), ["generator"]),
 }
 

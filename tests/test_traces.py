@@ -7,9 +7,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from natgrad.capture.sampled import reached, sources
 from tests.classifier import FISHERS, SAMPLED, batch, differentiate, gradients, network, precondition
 from tests.dense import reference as dense
 
@@ -210,3 +212,16 @@ def test_no_activation_outlives_the_backward_pass_while_the_loss_does(curvature)
     kept = [one for one in gc.get_objects() if type(one) is torch.Tensor and tuple(one.shape) in {(13, 7), (13, 9)}]
     assert loss.grad_fn is not None
     assert not [one for one in kept if one.untyped_storage().nbytes() >= 13 * 7 * 8]
+
+
+def test_a_pass_down_to_the_sources_visits_all_places():
+    x = torch.randn(3, requires_grad=True)
+    tensors = [x.sin()]
+    for _ in range(2000):  # deeper than Python's own recursion goes
+        tensors.append(tensors[-1] * 1.001)
+    visited = []
+    for index, tensor in enumerate(tensors):
+        tensor.register_hook(lambda gradient, index=index: visited.append(index))
+    edges = [get_gradient_edge(tensor) for tensor in tensors]
+    torch.autograd.grad(tensors[-1].sum(), sources(edges, reached(tensors[-1].grad_fn)))
+    assert visited == list(reversed(range(2001)))

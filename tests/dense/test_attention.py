@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import natgrad
-from natgrad.layers import layers_for
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, total_loss
 
@@ -206,27 +205,6 @@ def test_under_torch_compile():
     assert_same_steps(model, other, torch.randn(3, 5, 4).double(), compiled)
 
 
-def test_under_activation_checkpointing():
-    model = SelfAttending(packed())
-    other, x = copy.deepcopy(model), torch.randn(3, 5, 4).double().requires_grad_()
-    assert_same_steps(model, other, x, lambda x: checkpoint(other, x, use_reentrant=False))
-
-
-def test_under_autocast():
-    model = SelfAttending(packed().float())
-    other, x = copy.deepcopy(model), torch.randn(16, 5, 4)
-
-    def run(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return other(x).float()
-
-    raw, solved = one_step(model, x)
-    raw_other, solved_other = one_step(other, x, run)
-    for left, right in ((raw, raw_other), (solved, solved_other)):
-        for one, two in zip(left, right, strict=True):
-            assert float((two - one).norm()) < 0.05 * float(one.norm())
-
-
 @pytest.mark.parametrize("reduction", ["mean", "tokens"])
 def test_sampled_labels_as_with_linear_layers(reduction):
     attn, x = packed(), torch.randn(3, 5, 4).double()
@@ -259,32 +237,6 @@ def test_copies_have_the_forward_of_their_class(make):
     solved = [one_step(SelfAttending(attn), x) for attn in (other, plain)]
     for one, two in zip(solved[0][1], solved[1][1], strict=True):
         torch.testing.assert_close(one, two)
-
-
-class Spy:
-    """An observer that counts."""
-
-    def __init__(self):
-        self.seen = 0
-
-    def observe(self, inputs, output):
-        self.seen += 1
-
-
-def test_the_forward_is_given_back_with_the_last_handle():
-    attn, x, spies = packed(), torch.randn(3, 5, 4).double(), [Spy(), Spy()]
-    layers = [*layers_for("", attn), *layers_for("out_proj", attn.out_proj, attn)]
-    handles = [[handle for layer in layers for handle in layer.observe_calls(spy)] for spy in spies]
-    attn(x, x, x)
-    for handle in handles[0]:
-        handle.remove()
-    attn(x, x, x)
-    with torch.no_grad():
-        attn(x, x, x)
-    assert [spy.seen for spy in spies] == [4, 8]
-    for handle in handles[1]:
-        handle.remove()
-    assert "forward" not in attn.__dict__
 
 
 @pytest.mark.cpu
@@ -337,27 +289,6 @@ def test_explain_has_a_row_for_each_part(options):
     assert "attn.bias_k" not in left or "linear map" in left["attn.bias_k"]
     assert sum(math.prod(shape) for shape in shapes.values()) == sum(p.numel() for p in model.parameters())
     assert len(preconditioner.state_dict()["blocks"]) == 3
-
-
-def test_a_part_that_is_left_out_is_told_apart():
-    """The keys are too wide; their rows of the bias that all share are left out with their weight."""
-    model = nn.ModuleDict({"attn": packed(kdim=30)})
-    curvature = natgrad.KFAC(max_factor_size=20, wide="optimizer")
-    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.3)
-    rows = preconditioner.explain().rows
-    left = [row for row in rows if row.reason]
-    assert [(row.parameter, row.shape) for row in left] == [
-        ("attn.k_proj_weight", (4, 30)),
-        ("attn.in_proj_bias[key]", (4,)),
-    ]
-    assert all("31 wide" in row.reason for row in left)
-    assert sum(math.prod(row.shape) for row in rows) == sum(parameter.numel() for parameter in model.parameters())
-    x, attn = torch.randn(3, 5, 4).double(), model["attn"]
-    attn(x, torch.randn(3, 5, 30).double(), x)[0].square().mean().backward()
-    raw = attn.in_proj_bias.grad.clone()
-    preconditioner.step()
-    kept = [bool(kept) for kept in (raw == attn.in_proj_bias.grad).view(3, 4).all(1)]
-    assert kept == [False, True, False]
 
 
 class Standing(Explicit):

@@ -104,31 +104,6 @@ def test_inner_gradients_of_a_physics_informed_loss_do_not_commit():
     dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows, raw))
 
 
-@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.KFAC(fisher="sampled", likelihood="categorical")])
-@pytest.mark.parametrize("whole", [False, True])
-def test_reentrant_checkpointing_is_refused(whole, curvature):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x, y = torch.randn(5, 3).double().requires_grad_(), torch.zeros(5, dtype=torch.int64)
-    preconditioner = natgrad.Preconditioner(model, curvature)
-    part, rest = (model, nn.Identity()) if whole else (model[:2], model[2])
-    outputs = rest(torch.utils.checkpoint.checkpoint(part, x, use_reentrant=True))
-    with pytest.raises(natgrad.NatgradError, match="use_reentrant=False"):
-        preconditioner.backward(nn.functional.cross_entropy(outputs, y), outputs)
-
-
-def test_activation_checkpointing_counts_a_use_once():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    reference, x = dense.twin(model), torch.randn(5, 3).double().requires_grad_()
-    preconditioner = natgrad.Preconditioner(model, damping=0.3)
-    outputs = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
-    (total_loss(outputs, 5) / 5).backward()
-    preconditioner.step()
-    rows = dense.capture(reference, lambda model: total_loss(model(x), 5))
-    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows))
-
-
 class Flagged(nn.Linear):
     def forward(self, x):
         return super().forward(x), True

@@ -410,37 +410,6 @@ def test_of_positions_beyond_the_loss_no_mask_is_known(masked):
         torch.testing.assert_close(share, torch.full((1, 1), 0.05 + 0.95 * 0.05).double())
 
 
-@pytest.mark.parametrize("source", [2, 7])
-@pytest.mark.parametrize("accumulation", ["mean", "sum"])
-def test_sequences_in_several_backward_passes(source, accumulation):
-    x, z, y, _ = sentences(source, samples=4)
-    model = Translation().double()
-    preconditioner = natgrad.Preconditioner(model, damping=DAMPING, reduction="tokens", accumulation=accumulation)
-    for part in (slice(0, 2), slice(2, 4)):
-        (translation_loss(model, x[part], z[part], y[part]) / (2 if accumulation == "mean" else 1)).backward()
-    W = dense.gradients(model)
-    preconditioner.step()
-    factors = translation_factors(x, z, lambda model: translation_loss(model, x, z, y, "sum"))
-    dense.assert_equal(dense.gradients(model), translation_reference(W, factors, {}))
-
-
-@pytest.mark.parametrize("source", [2, 7])
-@pytest.mark.parametrize("curvature", FORMS[:2])
-def test_sampled_labels_of_sequences(source, curvature):
-    x, z, y, _ = sentences(source)
-    likelihood = natgrad.Categorical()
-    model = Translation().double()
-    score = LabelSampler(seed=0, rank=0, reduction="tokens").score(likelihood, model(x, z).detach(), None, 0)
-    sampled = natgrad.KFAC(fisher="sampled", likelihood=likelihood, **curvature)
-    preconditioner = natgrad.Preconditioner(model, sampled, damping=DAMPING, reduction="tokens")
-    outputs = model(x, z)
-    preconditioner.backward(cross_entropy(outputs.flatten(0, 1), y.flatten()), outputs)
-    W = dense.gradients(model)
-    preconditioner.step()
-    factors = translation_factors(x, z, lambda model: (model(x, z) * score).sum())
-    dense.assert_equal(dense.gradients(model), translation_reference(W, factors, curvature))
-
-
 def test_a_count_beyond_what_the_nearest_layer_saw():
     """A head step by step: the loss has as many positions as all its uses together."""
 
