@@ -116,50 +116,28 @@ def check_wrapper(model: nn.Module, grid: Grid) -> None:
 # --- Finite averages --------------------------------------------------------------------------------------------
 
 
-class FiniteCheck:
-    """Raises on all ranks in the same step if averages are not finite; on a GPU at the next check, without waiting.
+def check_finite(tensors: Sequence[Tensor], device: torch.device, inside: Communicator | None) -> None:
+    """Check averages that are equal on all ranks, because a rank that raised alone would leave the others waiting.
 
-    The checked tensors must be equal on all ranks, because a rank that raised alone would leave the others waiting.
+    Args:
+        tensors: The averages.
+        device: The device of the result; the host waits for it.
+        inside: The ranks of the node, if they hold different shards. The check is then collective in the node.
+
+    Raises:
+        DivergedError: on all ranks, if they contain NaN or infinity.
     """
-
-    def __init__(self, inside: Communicator | None) -> None:
-        """Initialize; `inside`: the ranks of the node, if they hold different shards."""
-        self._inside = inside
-        self._flag: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
-
-    def start(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """Check `tensors`; collective in the node if its ranks hold shards.
-
-        Raises:
-            DivergedError: if they contain NaN or infinity; on a GPU, if those of the previous check did.
-        """
-        shards = [shard for shard in map(fsdp.local, tensors) if shard.numel()]
-        norms = torch._foreach_norm(shards, float("inf")) if shards else ()
-        largest = torch.stack([torch.zeros((), device=device), *(norm.to(device) for norm in norms)])
-        infinite = (~largest.isfinite()).sum(0, keepdim=True, dtype=torch.float32)
-        if self._inside is not None:
-            self._inside.sum_(infinite, "counters")
-        flag = infinite[0] == 0
-        if flag.is_cuda:
-            self.finish()
-            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._flag = flag
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for the device, and raise a `DivergedError` if the tensors of the last check were not finite."""
-        if self._event is not None:
-            self._event.synchronize()
-        flag, self._flag, self._event = self._flag, None, None
-        if flag is not None and not flag:
-            raise DivergedError(
-                "parameters averaged over the nodes are not finite: on some rank the loss diverged or a batch was bad; "
-                "go back to a checkpoint, and lower the learning rate or clip (daso.clip_grad_norm_)"
-            )
+    shards = [shard for shard in map(fsdp.local, tensors) if shard.numel()]
+    norms = torch._foreach_norm(shards, float("inf")) if shards else ()
+    largest = torch.stack([torch.zeros((), device=device), *(norm.to(device) for norm in norms)])
+    infinite = (~largest.isfinite()).sum(0, keepdim=True, dtype=torch.float32)
+    if inside is not None:
+        inside.sum_(infinite, "counters")
+    if infinite[0] > 0:
+        raise DivergedError(
+            "parameters averaged over the nodes are not finite: on some rank the loss diverged or a batch was bad; "
+            "go back to a checkpoint, and lower the learning rate or clip (daso.clip_grad_norm_)"
+        )
 
 
 # --- States -----------------------------------------------------------------------------------------------------

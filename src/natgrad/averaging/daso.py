@@ -6,19 +6,18 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 from typing import Any, Literal
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.checks import (
-    FiniteCheck,
     check_arguments,
+    check_finite,
     check_keys,
     check_options,
     check_wrapper,
@@ -37,7 +36,7 @@ from natgrad.averaging.merge import (
     is_replicated,
 )
 from natgrad.averaging.nodes import Grid, Nodes, check_equal
-from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau, warn_of_short_epoch, warn_without_epochs
+from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
 from natgrad.distributed import fsdp
 from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
@@ -110,12 +109,10 @@ class DASO:
                 and so may the next two.
             steps_per_epoch: The number of steps in an epoch. None: call `next_epoch` at the end of each.
             batches_between: B at the start; 4 in the paper. B + S must be below `steps_per_epoch`, because the last
-                step of an epoch drops messages in progress. Without `steps_per_epoch` a warning follows the first
-                epoch.
+                step of an epoch drops messages in progress.
             batches_to_wait: S at the start, at most B; 1 in the paper. With 0 the exchange is synchronous.
             warmup_epochs: The length of the warm-up. None: a tenth of `epochs`, at least one if there are 3 or more.
-            cooldown_epochs: The length of the cool-down. None: as `warmup_epochs`; without `epochs` there is none. If
-                no epoch ends within the first 1000 steps, a warning says what is missing.
+            cooldown_epochs: The length of the cool-down. None: as `warmup_epochs`; without `epochs` there is none.
             merge: "delta": x += Σ x_sent / P - x_sent, which keeps what the node learned in the meantime. "paper":
                 x = (2 S x + Σ x_sent) / (2 S + P), eq. 1 of the paper.
             wire: In warm-up and cool-down, send differences from the last synchronisation in this dtype. None: send the
@@ -165,7 +162,8 @@ class DASO:
         self._sharded = fsdp.find_mesh(self._root) is not None
         wrapper = "FSDP2" if self._sharded else "DDP" if find_replica(model) is not None else "none"
         self.grid = Grid(mesh if mesh is not None else nodes)
-        self.agree(
+        check_equal(
+            self.grid.all_gather_objects,
             model=self._digest(),
             wrapper=wrapper,
             optimizer=type(optimizer).__name__,
@@ -176,7 +174,10 @@ class DASO:
         check_wrapper(model, self.grid)
         if preconditioner is not None:
             check_owners(preconditioner, self.grid)
-        self._start()
+        self.exchange("start").broadcast_(list(self._root.parameters()))
+        self.exchange("start", everyone=False).broadcast_([buffer for kind in self.buffers() for buffer in kind])
+        if scaler is not None:  # creates the scale on ranks that never have a batch
+            scaler.scale(torch.zeros((), device=self._device))
 
         averages_gradients = preconditioner is None or not preconditioner._scaling.reduces
         self._gradients = (
@@ -190,8 +191,14 @@ class DASO:
         """Parameters and averaged momenta in warm-up and cool-down."""
         self._cycling = AveragedTensors("parameters", self._parameters, self.parameters, merge, cycling_wire)
         """Parameters in the cycling phase."""
-        self._scale = self._loss_scale()
-        self._factors = self._averaged_factors()
+        self._scale = (
+            LossScale(self.exchange("scale", everyone=False), scaler, self._device)
+            if scaler is not None and scaler.is_enabled()
+            else None
+        )
+        replicated = preconditioner is not None and is_replicated(preconditioner, self.grid.inside.ranks)
+        factors = self.exchange("factors", everyone=not replicated)
+        self._factors = None if preconditioner is None else Factors(factors, preconditioner)
         momenta = AveragedTensors("momenta", self.exchange("momenta"), self._momenta.tensors)
         others = (self._scale, momenta if momentum == "average" else None, self._factors)
         self._averaged: list[AveragedTensors] = [self._cycling, *(tensors for tensors in others if tensors is not None)]
@@ -200,34 +207,13 @@ class DASO:
         self._exchanges = self._merges = 0
         self._loss_sum: Tensor | float = 0.0
         self._loss_count = 0
-        self._finite = FiniteCheck(self.grid.inside if self._sharded else None)
         self._equal = True
         """Whether all ranks have the same parameters."""
         self._has_average = False
         """Whether the gradients of this step have been averaged."""
         self._preconditioned = self._preconditioner_steps()
         """The preconditioner's steps when the last step ended."""
-        self._closed = self._stepping = self._stepped_outside = False
-        stepped = (optimizer, optimizer.optimizer) if isinstance(optimizer, PreconditionedOptimizer) else (optimizer,)
-        self._handles = [each.register_step_post_hook(self._notice_step) for each in stepped]
-
-    def _start(self) -> None:
-        """Broadcast the parameters and buffers of rank 0; collective."""
-        self.exchange("start").broadcast_(list(self._root.parameters()))
-        self.exchange("start", everyone=False).broadcast_([buffer for kind in self.buffers() for buffer in kind])
-        if self._scaler is not None:  # creates the scale on ranks that never have a batch
-            self._scaler.scale(torch.zeros((), device=self._device))
-
-    def _loss_scale(self) -> LossScale | None:
-        if self._scaler is None or not self._scaler.is_enabled():
-            return None
-        return LossScale(self.exchange("scale", everyone=False), self._scaler, self._device)
-
-    def _averaged_factors(self) -> Factors | None:
-        if self._preconditioner is None:
-            return None
-        per_rank = not is_replicated(self._preconditioner, self.grid.inside.ranks)
-        return Factors(self.exchange("factors", everyone=per_rank), self._preconditioner)
+        self._closed = False
 
     # --- A step -------------------------------------------------------------------------------------------------
 
@@ -247,11 +233,20 @@ class DASO:
                 process group.
         """
         self._check_open()
-        self._check_order()
+        averages = self._gradients is not None and self.grid.inside.ranks > 1 and not self._has_average
+        if averages and self._preconditioner_steps() > self._preconditioned:
+            problem = "preconditioner.step() was called before the gradients were averaged over the node"
+            warnings.warn(f"natgrad: {problem}: call daso.average_gradients() first", NatgradWarning, stacklevel=2)
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
         if self._equal and self.grid.nodes > 1:
             (self._blocking if blocking else self._cycling).start_reference()
-        self.step_optimizer()
+        self.average_gradients()
+        if self._scaler is None:
+            self.optimizer.step()
+        elif self._has_gradients():
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self._has_average = False
         self._preconditioned = self._preconditioner_steps()
         if loss is not None:  # summed without waiting for the device
             self._loss_sum = self._loss_sum + (loss.detach().double() if isinstance(loss, Tensor) else loss)
@@ -262,7 +257,6 @@ class DASO:
             self._average_blocking()
         elif self.grid.nodes > 1:
             self._average_cycling()
-        warn_without_epochs(self._epochs)
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -274,28 +268,6 @@ class DASO:
         if self._gradients is not None and not self._has_average:
             self._gradients.average_gradients_(self.parameters())
         self._has_average = True
-
-    def step_optimizer(self) -> None:
-        """Average the gradients in the node if needed, and step the optimizer, through the scaler if there is one."""
-        if self._stepped_outside:
-            self._remove_hooks()  # warns once
-            warnings.warn(
-                "natgrad: optimizer.step() was called in addition to DASO.step(), which steps the optimizer too, so "
-                "that each batch makes two steps. Call only DASO.step(), also in place of scaler.step(optimizer)",
-                NatgradWarning,
-                stacklevel=3,
-            )
-        self.average_gradients()
-        self._stepping = True
-        try:
-            if self._scaler is None:
-                self.optimizer.step()
-            elif self._has_gradients():
-                self._scaler.step(self.optimizer)
-                self._scaler.update()
-        finally:
-            self._stepping = self._stepped_outside = False
-        self._has_average = False
 
     def unscale_(self) -> None:
         """Average the gradients in the node, and unscale them; call it before a preconditioner or a clip.
@@ -353,19 +325,15 @@ class DASO:
     def next_epoch(self) -> None:
         """End an epoch, between two steps: all ranks synchronise, and B and S may change; collective.
 
-        With `steps_per_epoch` `step` does this, and a further call is harmless. A shorter epoch ends with the call. If
-        an epoch has more steps than `steps_per_epoch`, `step` has ended it already: the call then only makes all ranks
-        equal, with a warning.
+        With `steps_per_epoch` `step` does this, and a further call before the next step is harmless. A shorter epoch
+        ends with the call.
 
         Raises:
             DivergedError: if the mean loss or the parameters are not finite.
             AveragingError: if ranks have ended different epochs, or after different numbers of batches.
         """
-        if self._epochs.end_by_call():
-            warn_of_short_epoch(self._epochs, self._cycle, self._merges)
+        if self._epochs.batches:
             self._end_epoch()
-        elif self._epochs.batches:
-            self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -392,8 +360,7 @@ class DASO:
         self._blocking.drop_reference()
         self._cycle.restart()
         self._equal = True
-        self._check_parameters()
-        self._finite.finish()
+        self._check_finite(self.parameters())
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -403,11 +370,10 @@ class DASO:
             self._cycle.since_sent = None
 
     def detach(self) -> None:
-        """Merge all messages in progress and remove the hooks. `step` raises afterwards; collective."""
+        """Merge all messages in progress. `step` raises afterwards; collective."""
         if not self._closed:
             self.drain()
             self._closed = True
-            self._remove_hooks()
 
     # --- Metrics and state --------------------------------------------------------------------------------------
 
@@ -524,15 +490,6 @@ class DASO:
         per_rank = self._sharded if everyone is None else everyone
         return Exchange(self.grid, kind, per_rank=per_rank, message_bytes=self._message_bytes)
 
-    def agree(self, **values: Any) -> None:
-        """Check that plain values are equal on all ranks; collective and synchronous.
-
-        Raises:
-            AveragingError: on all ranks, with the values that differ and their ranks.
-        """
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        check_equal(self.grid.all_gather_objects((rank, values)))
-
     def _blocking_tensors(self) -> list[Tensor]:
         return [*self.parameters(), *self._momenta.tensors()]
 
@@ -549,7 +506,7 @@ class DASO:
         epochs = self._epochs
         cycling = epochs.phase_at(epochs.batches - 1) == "cycling"
         self.synchronize()
-        self.agree(epoch=epochs.epoch, batches=epochs.batches)
+        check_equal(self.grid.all_gather_objects, epoch=epochs.epoch, batches=epochs.batches)
         loss = self._mean_loss()
         if loss is not None and isnan(loss):
             raise DivergedError(f"the mean training loss of epoch {epochs.epoch} is not a number")
@@ -576,7 +533,7 @@ class DASO:
             self._factors.mean_()
         self._exchanges += 1
         self._equal = True
-        self._check_parameters()
+        self._check_finite(self.parameters())
 
     @torch.no_grad()
     def _average_cycling(self) -> None:
@@ -599,7 +556,7 @@ class DASO:
         self._cycling.drop_reference()
         self._equal = True
         self._count_merge()
-        self._check_parameters()
+        self._check_finite(self.parameters())
 
     def _merge(self, waited: int) -> None:
         """Merge the messages in progress, which were sent `waited` batches ago."""
@@ -607,7 +564,7 @@ class DASO:
         for tensors in self._averaged:
             tensors.settle(waited)
         self._count_merge()
-        self._finite.start(arrived, self._device)  # the sums, since merged parameters differ between nodes
+        self._check_finite(arrived)  # the sums, since merged parameters differ between nodes
 
     def _drop_messages(self) -> None:
         """Wait for messages in progress, and drop them."""
@@ -625,39 +582,15 @@ class DASO:
         if self._momentum == "average" and self._epochs.epoch == 0 and not self._momenta.known:
             self._momenta.agree(self.grid)
 
-    def _check_parameters(self) -> None:
-        """Check that the parameters, which are equal on all ranks, are finite."""
-        self._finite.start(self.parameters(), self._device)
-
-    # --- The order of calls -------------------------------------------------------------------------------------
+    def _check_finite(self, averages: Sequence[Tensor]) -> None:
+        check_finite(averages, self._device, self.grid.inside if self._sharded else None)
 
     def _check_open(self) -> None:
         if self._closed:
             raise AveragingError("this DASO was detached")
 
-    def _check_order(self) -> None:
-        """Warn if the preconditioner has stepped with gradients that are not yet averaged over the node."""
-        averages = self._gradients is not None and self.grid.inside.ranks > 1 and not self._has_average
-        if averages and self._preconditioner_steps() > self._preconditioned:
-            problem = "preconditioner.step() was called before the gradients were averaged over the node"
-            warnings.warn(f"natgrad: {problem}: call daso.average_gradients() first", NatgradWarning, stacklevel=3)
-
     def _preconditioner_steps(self) -> int:
         return 0 if self._preconditioner is None else self._preconditioner._progress.step
-
-    def _notice_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record a step of the optimizer outside of `step`.
-
-        Steps without gradients or with learning rates of 0 are ignored: ``torch.distributed.checkpoint`` makes such a
-        step to create the optimizer's state.
-        """
-        if not self._stepping:
-            moving = (p for group in optimizer.param_groups if float(group.get("lr", 1.0)) for p in group["params"])
-            self._stepped_outside = self._stepped_outside or any(parameter.grad is not None for parameter in moving)
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _has_gradients(self) -> bool:
         """Return whether any parameter has a gradient; a scaler raises without one."""

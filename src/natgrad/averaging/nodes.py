@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,20 +81,22 @@ class Nodes:
         return tuple(tuple(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True))
 
 
-def check_equal(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-    """Check that all ranks have the same values.
+def check_equal(gather: Callable[[Any], list[Any]], **values: Any) -> None:
+    """Check that plain values are equal on all ranks; collective and synchronous.
 
     Args:
-        everywhere: The world rank and the values by name of each rank; the same list on all ranks.
+        gather: Returns the object of each rank, in the same order on all ranks.
+        **values: The values of this rank.
 
     Raises:
-        AveragingError: with the values that differ and their ranks.
+        AveragingError: on all ranks, with the values that differ and their ranks.
     """
+    everywhere = gather((dist.get_rank() if dist.is_initialized() else 0, values))
     differences = []
-    for name in dict.fromkeys(name for _, values in everywhere for name in values):
+    for name in dict.fromkeys(name for _, theirs in everywhere for name in theirs):
         holders: list[tuple[Any, list[int]]] = []
-        for rank, values in everywhere:
-            value = values.get(name, "not given")
+        for rank, theirs in everywhere:
+            value = theirs.get(name, "not given")
             ranks = next((ranks for other, ranks in holders if other == value), None)
             if ranks is None:
                 holders.append((value, ranks := []))
@@ -114,8 +116,7 @@ def _check_same(nodes: Nodes | DeviceMesh | None) -> None:
         compared = nodes.mesh.tolist()
     elif nodes is not None:
         compared = [list(ranks) for ranks in nodes.grid] if isinstance(nodes, Nodes) else nodes
-    world = Communicator(dist.group.WORLD)
-    check_equal(world.all_gather_objects((world.rank, {"nodes": compared})))
+    check_equal(Communicator(dist.group.WORLD).all_gather_objects, nodes=compared)
 
 
 class Grid:

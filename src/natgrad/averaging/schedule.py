@@ -1,4 +1,4 @@
-"""The schedule of DASO: phases, intervals, and warnings about schedules that never send or merge."""
+"""The schedule of DASO: phases and intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from natgrad.errors import NatgradWarning, require
 from natgrad.schedule import check_number, check_whole
-from natgrad.state.epochs import PATIENCE
 
 Phase = Literal["warm-up", "cycling", "cool-down"]
 
@@ -28,7 +27,6 @@ class Epochs:
         cooldown: The length of the cool-down.
         epoch: The number of completed epochs.
         batches: The number of batches of the current epoch so far.
-        counted: Whether an epoch has ended after `steps` steps and ``next_epoch()`` has not been called since.
     """
 
     steps: int | None = None
@@ -37,7 +35,6 @@ class Epochs:
     cooldown: int = 0
     epoch: int = 0
     batches: int = 0
-    counted: bool = False
 
     @classmethod
     def of(cls, epochs: Any, steps_per_epoch: Any, warmup: Any, cooldown: Any) -> Epochs:
@@ -46,9 +43,8 @@ class Epochs:
         Raises:
             ValueError: with the name of the first argument that is not allowed.
         """
-        whole = isinstance(steps_per_epoch, int) and not isinstance(steps_per_epoch, bool)
-        fits = steps_per_epoch is None or (whole and steps_per_epoch > 0)
-        require(fits, "steps_per_epoch", steps_per_epoch, "a whole number > 0, or None")
+        if steps_per_epoch is not None:
+            check_whole("steps_per_epoch", steps_per_epoch, 1)
         kinds = (int,) if steps_per_epoch is None else (int, float)
         lengths = (("epochs", epochs, 1e-9), ("warmup_epochs", warmup, 0), ("cooldown_epochs", cooldown, 0))
         for name, value, least in lengths:
@@ -85,26 +81,7 @@ class Epochs:
     def advance(self) -> bool:
         """Count a batch, and return whether it is the last of its epoch."""
         self.batches += 1
-        last = self.batches == self.steps
-        self.counted = self.counted or last
-        return last
-
-    def end_by_call(self) -> bool:
-        """Return whether a call of ``next_epoch()`` ends an epoch, which `steps` may have done already.
-
-        Warn if an epoch has more steps than `steps`.
-        """
-        if not self.batches:
-            self.counted = False
-        elif self.counted:
-            warnings.warn(
-                f"natgrad: next_epoch() was called {self.batches} steps after step() had ended an epoch of "
-                f"steps_per_epoch={self.steps}, and does not end another epoch: pass the number of steps of the loader "
-                "as steps_per_epoch, or leave it out",
-                NatgradWarning,
-                stacklevel=3,
-            )
-        return self.batches > 0 and not self.counted
+        return self.batches == self.steps
 
     def next(self) -> None:
         """Begin the next epoch."""
@@ -112,11 +89,11 @@ class Epochs:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-        return {"epoch": self.epoch, "batches": self.batches, "counted": self.counted}
+        return {"epoch": self.epoch, "batches": self.batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position."""
-        self.epoch, self.batches, self.counted = state["epoch"], state["batches"], state["counted"]
+        self.epoch, self.batches = state["epoch"], state["batches"]
 
     def longest_cycling(self) -> int | None:
         """Return the most consecutive batches of the cycling phase between two synchronizations.
@@ -269,33 +246,3 @@ class Cycle:
         self.between, self.wait = state["between"], state["wait"]
         self.batches, self.since_sent = state["batches"], state["flying"]
         self.plateau.best, self.plateau.waited = state["best"], state["waited"]
-
-
-# --- Warnings ---------------------------------------------------------------------------------------------------
-
-
-def warn_without_epochs(epochs: Epochs) -> None:
-    """Warn after 1000 steps of the first epoch, if the epoch must be ended by a call."""
-    if epochs.steps is None and not epochs.epoch and epochs.batches == PATIENCE:
-        warnings.warn(
-            f"natgrad: {PATIENCE} steps without next_epoch(): DASO is still in its first epoch, in which buffers (norm "
-            "statistics) are not averaged, and a warm-up does not end. Pass epochs= and steps_per_epoch=, or call "
-            "next_epoch() after each epoch (ignore this warning if the first epoch has more steps)",
-            NatgradWarning,
-            stacklevel=3,
-        )
-
-
-def warn_of_short_epoch(epochs: Epochs, cycle: Cycle, merges: int) -> None:
-    """Warn if the first epoch of the cycling phase, ended by a call, was too short for a message and its merge."""
-    steps = epochs.batches
-    is_first = epochs.steps is None and epochs.epoch == epochs.warmup and epochs.phase == "cycling"
-    if not is_first or merges or steps >= cycle.between + cycle.wait:
-        return
-    never = "merged, because the end drops messages in progress" if steps >= cycle.between else "sent"
-    message = (
-        f"natgrad: an epoch of {steps} steps ends with batches_between={cycle.between} and "
-        f"batches_to_wait={cycle.wait}: no message between nodes was {never}. Choose values whose sum is at most "
-        f"{steps}"
-    )
-    warnings.warn(message, NatgradWarning, stacklevel=3)
