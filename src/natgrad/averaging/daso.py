@@ -162,8 +162,7 @@ class DASO:
         self._sharded = fsdp.find_mesh(self._root) is not None
         wrapper = "FSDP2" if self._sharded else "DDP" if find_replica(model) is not None else "none"
         self.grid = Grid(mesh if mesh is not None else nodes)
-        check_equal(
-            self.grid.all_gather_objects,
+        self.agree(
             model=self._digest(),
             wrapper=wrapper,
             optimizer=type(optimizer).__name__,
@@ -240,13 +239,7 @@ class DASO:
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
         if self._equal and self.grid.nodes > 1:
             (self._blocking if blocking else self._cycling).start_reference()
-        self.average_gradients()
-        if self._scaler is None:
-            self.optimizer.step()
-        elif self._has_gradients():
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
-        self._has_average = False
+        self.step_optimizer()
         self._preconditioned = self._preconditioner_steps()
         if loss is not None:  # summed without waiting for the device
             self._loss_sum = self._loss_sum + (loss.detach().double() if isinstance(loss, Tensor) else loss)
@@ -268,6 +261,16 @@ class DASO:
         if self._gradients is not None and not self._has_average:
             self._gradients.average_gradients_(self.parameters())
         self._has_average = True
+
+    def step_optimizer(self) -> None:
+        """Average the gradients in the node if needed, and step the optimizer, through the scaler if there is one."""
+        self.average_gradients()
+        if self._scaler is None:
+            self.optimizer.step()
+        elif self._has_gradients():
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self._has_average = False
 
     def unscale_(self) -> None:
         """Average the gradients in the node, and unscale them; call it before a preconditioner or a clip.
@@ -490,6 +493,14 @@ class DASO:
         per_rank = self._sharded if everyone is None else everyone
         return Exchange(self.grid, kind, per_rank=per_rank, message_bytes=self._message_bytes)
 
+    def agree(self, **values: Any) -> None:
+        """Check that plain values are equal on all ranks; collective and synchronous.
+
+        Raises:
+            AveragingError: on all ranks, with the values that differ and their ranks.
+        """
+        check_equal(self.grid.all_gather_objects, **values)
+
     def _blocking_tensors(self) -> list[Tensor]:
         return [*self.parameters(), *self._momenta.tensors()]
 
@@ -506,7 +517,7 @@ class DASO:
         epochs = self._epochs
         cycling = epochs.phase_at(epochs.batches - 1) == "cycling"
         self.synchronize()
-        check_equal(self.grid.all_gather_objects, epoch=epochs.epoch, batches=epochs.batches)
+        self.agree(epoch=epochs.epoch, batches=epochs.batches)
         loss = self._mean_loss()
         if loss is not None and isnan(loss):
             raise DivergedError(f"the mean training loss of epoch {epochs.epoch} is not a number")
