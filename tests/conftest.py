@@ -2,10 +2,13 @@
 
 import gc
 import os
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import pytest
+import torch
 
 from natgrad.versions import SEES_COMPILED
 from tests import device, thinning
@@ -43,6 +46,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("what is done on a CPU alone")
     if item.get_closest_marker("compiles") and not SEES_COMPILED:
         pytest.skip("this torch does not show what it has compiled")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Seed the generators, so that no test depends on those before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
