@@ -1,10 +1,7 @@
 """Placement "auto" on real ranks: the same choice everywhere, once, and training as by one process."""
 
 import pytest
-import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.distributed.jobs import (
@@ -12,10 +9,7 @@ from tests.distributed.jobs import (
     Training,
     assert_bit_identical,
     assert_close,
-    batch,
-    network,
     place,
-    share,
     train,
 )
 
@@ -104,38 +98,3 @@ def test_rows_count_once_their_number_is_known(ranks, kind, placement):
     assert "with the rows of this batch" in message
     assert sent == 0
     assert others == [(message, sent)]
-
-
-def thaw():
-    """Train with the first layer frozen, then with all; return placement and workers before and after."""
-    model = network()
-    model[0].requires_grad_(False)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    other = natgrad.Preconditioner(model, placement="comm-opt")
-    other.detach()
-    placement = natgrad.Placement(memory=other.plan.most_held - 1)
-    made = natgrad.Preconditioner(wrapped, placement=placement, damping=0.05, refresh=natgrad.Refresh(inverses=1))
-    seen = []
-    for step in range(4):
-        if step == 2:
-            model[0].requires_grad_(True)
-            wrapped = DistributedDataParallel(model)
-        x, y = (share(tensor) for tensor in batch(step))
-        model.zero_grad()
-        cross_entropy(wrapped(x), y).backward()
-        made.step()
-        seen.append(
-            (made.plan.placement, {key: assignment.workers for key, assignment in made.plan.assignments.items()})
-        )
-    return seen, [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def test_it_is_chosen_once(ranks):
-    (seen, gradients), (others, same) = ranks.run(2, thaw)
-    assert seen == others
-    assert all(map(torch.equal, gradients, same))
-    (placement, before), (last, after) = seen[0], seen[-1]
-    assert placement == last
-    assert placement.name != "comm-opt"
-    assert len(after) == len(before) + 1
-    assert before.items() <= after.items()

@@ -1,9 +1,6 @@
 """Checkpoints of runs on several ranks: all ranks read the same one, and all report what fails on one."""
 
-import errno
-import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -104,54 +101,6 @@ def test_what_fails_on_one_rank_is_reported_on_all_and_the_older_one_stays(ranks
         assert "step-000000002 could not be written" in second
         assert found == ["step-000000001"]
         assert weight == [2, 2, 2]
-
-
-def lost(folder):
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
-        Path(folder).mkdir()
-    dist.barrier()
-    return outcome(checkpoint.load_latest, folder)
-
-
-def test_all_ranks_say_that_there_is_none(ranks, folder):
-    first, second = ranks.run(2, lost, folder)
-    assert first == second
-    assert first.startswith("no complete checkpoint in")
-
-
-def unreadable(folder):
-    if dist.get_rank() == 1:
-        opened = Path.open
-
-        def fail(self, *arguments, **options):
-            if self.match("step-000000002/*.safetensors"):
-                raise OSError(errno.EIO, "I/O error")
-            return opened(self, *arguments, **options)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Path, "open", fail)
-            return outcome(checkpoint.load_latest, folder)
-    return outcome(checkpoint.load_latest, folder)
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_no_rank_goes_on_from_an_older_one_if_one_cannot_read(ranks, folder, damaged):
-    if damaged:  # what rank 0 reads
-        (folder / "step-000000002" / "rank-0.safetensors").write_bytes(b"")
-    first, second = ranks.run(2, unreadable, folder)
-    assert first == second
-    assert "step-000000002 could not be read: OSError: [Errno 5] I/O error" in first
-
-
-def saved_apart(folder):
-    own = folder / str(dist.get_rank())
-    return outcome(checkpoint.save, own, 1, state(1, dist.get_rank()))
-
-
-def test_ranks_that_write_to_different_folders_are_told_so(ranks, tmp_path):
-    for message in ranks.run(2, saved_apart, tmp_path):
-        assert "rank 0 does not see rank-1.safetensors: all ranks must write to the same folder" in message
 
 
 def restored(folder, error):

@@ -150,19 +150,6 @@ def test_a_rank_that_hangs(ranks, placement):
     assert all(1 < spent < SECONDS for spent in seconds[:3])
 
 
-def fail_to_save():
-    training = Training(Job(wrapped=False, options={"placement": "mem-opt", "gradients": "reduce"}))
-    training.step(0)
-    if dist.get_rank() == 0:
-        stop("raise")
-    with pytest.raises(natgrad.NatgradError, match="another rank has probably stopped"):
-        training.preconditioner.state_dict(gather=True)
-
-
-def test_a_state_that_is_not_gathered_by_all(ranks):
-    ranks.outlive(2, 0, fail_to_save)
-
-
 def live():
     return dist.get_rank()
 

@@ -5,7 +5,6 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.capture import capture
 from natgrad.capture.sampled import LabelSampler
 from tests.distributed.deep_models import MODELS
 from tests.distributed.jobs import place
@@ -241,49 +239,6 @@ def test_ranks_without_a_layer_train_on(ranks, curvature):
     """Two layers on four ranks; a warning would be an error."""
     owners, _ = check(ranks, 4, Case(model="little", curvature=curvature))
     assert {owner for _, owner in owners} == {0, 1}
-
-
-def watch_what_hooks_keep(curvature):
-    """Return what was kept of whose inputs, and how often labels were differentiated, in a step with statistics."""
-    case = Case(model="little", curvature=curvature, refresh=(1, 1))
-    model = little()
-    wrapped = DistributedDataParallel(model)
-    preconditioner = case.preconditioner(wrapped, placement="dp")
-    kept, uses = [], []
-    saved, use = capture.Saved, capture.LayerCall
-    for step in range(3):  # in which gradients are compared, on all ranks
-        wrapped.zero_grad()
-        [(x, y)] = case.inputs(step, dist.get_rank())
-        outputs = wrapped(x)
-        preconditioner.backward(case.loss(outputs, y), outputs)
-        preconditioner.step()
-    wrapped.zero_grad()
-    [(x, y)] = case.inputs(3, dist.get_rank())
-    with (
-        mock.patch.object(
-            capture,
-            "Saved",
-            side_effect=lambda tensor, *source: kept.append(tuple(tensor.shape)) or saved(tensor, *source),
-        ),
-        mock.patch.object(capture, "LayerCall", side_effect=lambda *a, **k: uses.append(a[0].name) or use(*a, **k)),
-        mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as differentiated,
-    ):
-        outputs = wrapped(x)
-        preconditioner.backward(case.loss(outputs, y), outputs)
-    calls = differentiated.call_count
-    preconditioner.step()
-    state = preconditioner.state_dict()["blocks"]
-    return kept, uses, calls, sorted(state), sum(row.bytes for row in preconditioner.explain().rows)
-
-
-@pytest.mark.parametrize("curvature", [{}, SAMPLED], ids=["empirical", "sampled"])
-def test_hooks_cost_nothing_but_on_the_owner(ranks, curvature):
-    first, second, third = ranks.run(3, watch_what_hooks_keep, curvature)
-    passes = 1 if curvature else 0
-    assert first == ([(4, 5)], ["0"], passes, ["0.weight"], first[-1])
-    assert second == ([(4, 4)], ["2"], passes, ["2.weight"], second[-1])
-    assert third == ([], [], 0, [], 0)
-    assert min(first[-1], second[-1]) > 0
 
 
 def use_parts_of_the_model():

@@ -3,7 +3,6 @@
 import gc
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
@@ -61,21 +60,3 @@ def test_many_use_the_same_groups(ranks, placement, P, end):
     for counts, found in ranks.run(P, rebuild, placement, 4, end):
         assert 1 < counts[0] == counts[-1]
         dense.assert_equal(found, expected, 1e-10)
-
-
-def save_after_detach():
-    """Sums under way in a narrow dtype arrive in another's time, in the queue that both use."""
-    model = network()
-    narrow = natgrad.Precision(wire=torch.bfloat16)
-    options = {"damping": 0.05, "placement": "background", "gradients": "reduce", "precision": narrow}
-    preconditioner = natgrad.Preconditioner(model, **options)
-    train(model, preconditioner)
-    preconditioner.detach()
-    following = natgrad.Preconditioner(network(), **options)
-    state = preconditioner.state_dict(gather=True)
-    del following
-    return state["step"], known()
-
-
-def test_the_state_may_be_saved_after_detach(ranks):
-    assert {step for step, _ in ranks.run(2, save_after_detach)} == {4}

@@ -72,30 +72,6 @@ def test_a_loss_of_several_terms_is_that_of_one_process(ranks, placement):
         torch.testing.assert_close(parameters, train(reduction), rtol=1e-9, atol=1e-12)
 
 
-def heads_alone(reduction):
-    """The heads of a trunk that is not trained: its gradient would be of a sum and of a mean."""
-    model = Pretraining()
-    model.trunk.requires_grad_(False)
-    called = DistributedDataParallel(model) if dist.is_initialized() else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preconditioner = natgrad.Preconditioner(
-        called, optimizer=optimizer, damping=0.05, reduction=reduction, kl_clip=1e-5
-    )
-    x, words, labels = batch(0)
-    tokens, sequence = called(x)
-    loss = cross_entropy(tokens.flatten(0, 1), words.flatten()) + cross_entropy(sequence, labels, reduction="sum")
-    loss.backward()
-    preconditioner.step(count={"tokens": int((words >= 0).sum())})
-    ranks = place()[1]
-    return [p.grad * (1 if p is model.tokens.weight else ranks) for p in (model.tokens.weight, model.sequence.weight)]
-
-
-def test_the_clip_of_a_sum_beside_a_mean_is_that_of_one_process(ranks):
-    reduction = {"tokens": "tokens", "sequence": "sum"}
-    for gradients in ranks.run(2, heads_alone, reduction):
-        torch.testing.assert_close(gradients, heads_alone(reduction), rtol=1e-9, atol=1e-12)
-
-
 def automatic(lacks):
     """Rank 1 has no backward pass in the first step, on request."""
     torch.manual_seed(0)
@@ -175,13 +151,3 @@ def test_gradients_that_are_reduced_as_they_are_said_to_be_are_silent(ranks, wra
 def test_gradients_that_nothing_averages(ranks, placement):
     for (text,) in ranks.run(2, audited, placement, "none"):
         assert "nothing averages gradients over the ranks" in text
-
-
-def test_gradients_that_are_summed_over_the_ranks(ranks):
-    for (text,) in ranks.run(2, audited, "comm-opt", "none", "averaged", "sums"):
-        assert ".grad is 2 times" in text
-
-
-def test_gradients_that_were_averaged_already(ranks):
-    for (text,) in ranks.run(2, audited, "comm-opt", "none", "reduce", "averages"):
-        assert "averaged over the ranks already" in text

@@ -11,7 +11,6 @@ import natgrad
 from tests.dense.reference import relative_error
 from tests.distributed.jobs import batch, share
 from tests.distributed.sharded_jobs import Network
-from tests.test_natural_muon import Experts
 
 STEPS = range(4)
 
@@ -53,29 +52,6 @@ def test_every_placement_equals_one_process(ranks, ranks_, kind, options):
     for found in ranks.run(ranks_, train, kind, options):
         errors = {name: relative_error(found[name], value) for name, value in alone.items()}
         assert max(errors.values()) < 1e-9, errors
-
-
-def train_experts(placement):
-    """Reach the second expert between two refreshes."""
-    model = Experts().double()
-    wrapped = model if placement is None else DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = natgrad.NaturalMuon(wrapped, lr=0.05, placement=placement or "auto")
-    for step in range(5):
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(8, 5, dtype=torch.float64, generator=generator), torch.arange(8) % 3
-        if placement is not None:
-            x, y = share(x), share(y)
-        optimizer.zero_grad()
-        cross_entropy(wrapped(x, step // 3), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
-def test_an_expert_without_roots_moves_as_in_one_process(ranks, placement):
-    alone = train_experts(None)
-    for found in ranks.run(2, train_experts, placement):
-        assert max(map(relative_error, found, alone)) < 1e-9
 
 
 def train_in_another_dtype():

@@ -1,7 +1,5 @@
 """Models that change, layers that rest, and what can be asked, under every placement: no hang, as in one process."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -157,30 +155,6 @@ def test_factors_that_are_due_when_the_model_changes_stay_due(ranks, placement):
     for result in ranks.run(2, play, "freeze_and_thaw", placement, (3, 1)):
         for key, value in expected.items():
             assert float((result[key] - value).norm()) <= 1e-10 * float(value.norm()), key
-
-
-def train_where_the_owner_rests(owners):
-    """Under dp an owner without samples in a step keeps its factors; nobody complains."""
-    scene = Scene("dp", refresh=(1, 1))
-    plan = scene.preconditioner._structure.plan
-    resting = plan.assignments["layers.0.weight"].workers[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if owners == "first":
-            scene.step(0, idle=[resting])  # without factors yet: plain gradients
-        scene.step(1)
-        before = scene.preconditioner.state_dict()["blocks"]
-        scene.step(2, idle=[resting])
-        after = scene.preconditioner.state_dict()["blocks"]
-    own = dist.get_rank() == resting
-    same = [torch.equal(before[key]["A"], after[key]["A"]) for key in before]
-    assert all(same) if own else not any(same)
-    return scene.preconditioner.metrics()["plain_layers"]
-
-
-@pytest.mark.parametrize("owners", ["first", "later"])
-def test_dp_without_samples_on_the_owner(ranks, owners):
-    assert ranks.run(2, train_where_the_owner_rests, owners) == [0, 0]
 
 
 def ask(placement):

@@ -8,8 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from tests.distributed.jobs import place
 
-PLACEMENTS = ["comm-opt", "mem-opt", "reduce-scatter"]
-
 
 def step(model, **options):
     preconditioner = natgrad.Preconditioner(model, gradients="reduce", **options)
@@ -136,28 +134,6 @@ def take_other_curvatures(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_ranks_with_other_options_of_a_curvature_all_raise(ranks, name):
     ranks.run(2, take_other_curvatures, name, limit=30)
-
-
-def average_unseen(placement):
-    """With a graph of their own gradients are not the loss's to the hooks: they stay plain, but are averaged."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    preconditioner = natgrad.Preconditioner(model, gradients="reduce", placement=placement)
-    generator = torch.Generator().manual_seed(place()[0])
-    x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    model(x).square().mean().backward(create_graph=True)
-    before = model.weight.grad.detach().clone()
-    model.weight.grad, model.bias.grad = before.clone(), model.bias.grad.detach().clone()
-    preconditioner.step()
-    return before, model.weight.grad
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_gradients_that_no_hook_has_seen_are_averaged(ranks, placement):
-    results = ranks.run(2, average_unseen, placement)
-    mean = (results[0][0] + results[1][0]) / 2
-    for _, gradient in results:
-        torch.testing.assert_close(gradient, mean)
 
 
 def test_work_of_unknown_layers():

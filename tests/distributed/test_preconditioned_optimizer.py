@@ -2,65 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests.distributed.jobs import batch, network, place, share
-
-STEPS = 5
-
-
-def cool_down(lacks, reduces, placement):
-    """SGD without state, a learning rate that ends at zero, no statistics due then; rank 1 has little in the end."""
-    rank, _ = place()
-    model = network()
-    wrapped = model if reduces else DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preconditioner = natgrad.Preconditioner(
-        wrapped,
-        optimizer=optimizer,
-        damping=0.05,
-        gradients="reduce" if reduces else "averaged",
-        placement=placement,
-        refresh=natgrad.Refresh(factors=STEPS - 1, inverses=STEPS - 1),
-    )
-    both = natgrad.PreconditionedOptimizer(optimizer, preconditioner)
-    for step in range(STEPS + 1):
-        last = step == STEPS
-        both.zero_grad(set_to_none=lacks != "a batch")
-        optimizer.param_groups[0]["lr"] = 0.0 if last else 0.1
-        x, y = (share(tensor) for tensor in batch(step))
-        little = last and rank == 1
-        if not (little and lacks == "a batch"):
-            (cross_entropy(wrapped(x), y) * (0.0 if little or (last and not reduces) else 1.0)).backward()
-        both.step()
-    assert preconditioner.metrics()["step"] == STEPS + 1
-    if rank == 0:  # alone, as who saves may be
-        both.zero_grad()
-        get_optimizer_state_dict(model, both)
-    assert preconditioner.metrics()["step"] == STEPS + 1
-    dist.barrier()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize(
-    ("lacks", "reduces", "placement"),
-    [
-        ("a batch", True, "comm-opt"),
-        ("a batch", True, "mem-opt"),
-        ("a gradient", True, "comm-opt"),
-        ("a gradient", True, "mem-opt"),
-        ("a gradient", False, "comm-opt"),
-        ("a gradient", False, "dp"),
-    ],
-)
-def test_no_rank_takes_a_step_of_the_training_for_a_checkpoint_loaders(ranks, lacks, reduces, placement):
-    first, second = ranks.run(2, cool_down, lacks, reduces, placement, limit=30)
-    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+from tests.distributed.jobs import place
 
 
 def tokens(told):

@@ -5,18 +5,13 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from natgrad.recipes import CenteredDecay, HeavyBall, PolynomialDecay, RunningMixup, WeightRescaling, ZeroErasing
+from natgrad.recipes import RunningMixup, ZeroErasing
 from natgrad.training import checkpoint
 from natgrad.training.display import Silent
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
 from natgrad.training.world import World
-from tests.distributed.sharded_jobs import Network, batch
 
 
 def mixtures(steps):
@@ -67,38 +62,3 @@ def test_two_ranks_train_by_the_recipe_and_resume_bit_by_bit(ranks, tmp_path):
     assert [each[0][0] for each in halves] == ["stopped", "finished"]
     assert torch.equal(halves[1][0][1], straight[0][1])
     assert torch.equal(halves[1][1][2], straight[1][2])
-
-
-def train(mesh_shape):
-    """Train with all that touches weights and gradients; return the whole weights of every rank."""
-    model = Network().double()
-    if mesh_shape is not None:
-        names = ("replicate", "shard")[-len(mesh_shape) :]
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-        for layer in model.middle:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    decay, rescaling = CenteredDecay(model, 0.1, norms=3.0), WeightRescaling(model)
-    optimizer = HeavyBall(model.parameters(), lr=0.05, momentum=0.9)
-    scheduler = PolynomialDecay(optimizer, start=1, end=5, power=2)
-    for step in range(3):
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        decay.step()
-        optimizer.step()
-        rescaling.step()
-        scheduler.step()
-        with torch.no_grad():
-            model(inputs)  # leaves parameters of the root gathered
-    weights = model.state_dict()
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each.clone() for name, each in weights.items()}
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-def test_sharded_weights_become_those_of_one_process(ranks, shape):
-    expected = train(None)
-    for weights in ranks.run(torch.Size(shape).numel(), train, shape):
-        for name, value in expected.items():
-            assert torch.allclose(weights[name], value, rtol=1e-10, atol=1e-12), name

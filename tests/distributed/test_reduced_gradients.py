@@ -163,15 +163,6 @@ def test_ways_to_train(ranks, way, count):
     assert_equal_to_one_process(ranks.run(count, train, WAYS[way]), WAYS[way])
 
 
-@pytest.mark.some(3)
-@pytest.mark.filterwarnings("ignore:natgrad. .grad is")
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("surprise", ["halved behind the back of autograd", "replaced", "thrown away"])
-def test_what_users_do_to_gradients(ranks, surprise, count):
-    way = Way(surprise=surprise)
-    assert_equal_to_one_process(ranks.run(count, train, way), way)
-
-
 def test_a_rank_without_samples(ranks):
     results = ranks.run(3, train, Way(surprise="no samples", wrapped=False))
     for parameters in results[1:]:

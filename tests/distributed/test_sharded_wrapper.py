@@ -135,22 +135,6 @@ def test_a_model_that_is_sharded_after_its_preconditioner_was_built(ranks):
     ranks.run(2, shard_too_late)
 
 
-def build_after_a_forward_pass():
-    """FSDP2 leaves the root's parameters whole after a forward pass that is not differentiated."""
-    training = Training(Case(wrapper="root", evaluate=True))
-    with torch.no_grad():
-        training.model(share(batch(0)[0]))
-    natgrad.Preconditioner(training.model, optimizer=training.optimizer)
-    natgrad.PreconditionedOptimizer(training.optimizer, training.preconditioner)
-    training.preconditioner.load_state_dict(training.preconditioner.state_dict())
-    return str(training.preconditioner.explain())
-
-
-def test_building_and_loading_while_parameters_are_whole(ranks):
-    first, second = ranks.run(2, build_after_a_forward_pass)
-    assert first == second
-
-
 # --- Decisions and messages -----------------------------------------------------------------------------------------
 
 
@@ -224,15 +208,6 @@ def traffic_of_data_parallelism():
     for step in STEPS:
         training.step(step)
     return training.preconditioner.traffic()
-
-
-def test_gradients_that_travel_stack_by_stack(ranks):
-    """The bound on what is gathered at once changes nothing but the number of messages."""
-    expected = train(Case())
-    at_once, apart = (ranks.run(4, traffic, Case(), bound) for bound in (None, 1))
-    for (sent, _, parameters), (before, _, _) in zip(apart, at_once, strict=True):
-        assert error(parameters, expected) <= 1e-10
-        assert sent["gradients"] == before["gradients"]
 
 
 def train_scaled(case):

@@ -4,7 +4,6 @@ import ipaddress
 import json
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -72,20 +71,6 @@ def test_two_ranks_resume_bit_by_bit(tmp_path, settings):
         assert torch.equal(tensor, halves[name]), name
 
 
-def imports_of_a_run(job):
-    """Run a job as a rank and return what was imported before it and by it."""
-    before = set(sys.modules)
-    train(job, Output())
-    return before, set(sys.modules) - before
-
-
-def test_a_rank_is_forked_with_its_imports_done():
-    before, new = launch(imports_of_a_run, Job(task="tabular", steps=2, workers=2, **KFAC), workers=2)
-    assert "torch._dynamo" in before, "which DistributedDataParallel would import for a second or more"
-    assert not [name for name in new if name.startswith(("natgrad", "torch._dynamo", "torchmetrics"))]
-    assert len(new) < 50
-
-
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
     job = Job(task="tabular", epochs=1, **KFAC)
     train(replace(job, workers=2), Output(folder=tmp_path))
@@ -126,15 +111,6 @@ def test_a_run_listens_on_the_loopback_address_only():
     assert launcher
     assert all(address.is_loopback for address in [*rank, *launcher])
     assert interface in ("lo", "lo0")
-
-
-def interface_of_a_rank():
-    return os.environ["GLOO_SOCKET_IFNAME"]
-
-
-def test_another_interface_is_used_where_it_is_named():
-    name = socket.if_nameindex()[-1][1]
-    assert launch(interface_of_a_rank, workers=2, interface=name) == name
 
 
 def steps_of_checkpoints(job):

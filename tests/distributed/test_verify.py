@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.capture.sums import StatisticsBuffer
-from tests.distributed import sharded_jobs
 from tests.distributed.jobs import Job, Training, batch, place, share
 
 INVERSE = {"form": "inverse"}
@@ -107,57 +106,6 @@ def verify_sharded(curvature):
 @pytest.mark.parametrize("curvature", [{}, INVERSE])
 def test_fsdp2(ranks, curvature):
     assert len(set(ranks.run(2, verify_sharded, curvature))) == 1
-
-
-def everything(training):
-    """All that a look must leave as it was: to the last bit, and gradients in the tensors that held them."""
-    model, optimizer = training.model, training.optimizer
-    return {
-        "parameters": [p.to_local().clone() for p in model.parameters()],
-        "gradients": [p.grad.to_local().clone() for p in model.parameters()],
-        "identities": [(id(p), id(p.grad)) for p in model.parameters()],
-        "optimizer": copy.deepcopy([optimizer.state[p] for p in model.parameters()]),
-        "groups": [dict(group, params=None) for group in optimizer.param_groups],
-        "modes": [module.training for module in model.modules()],
-        "chance": torch.get_rng_state(),
-        "preconditioner": training.preconditioner.state_dict(),
-    }
-
-
-def verify_in_sharded_training(case):
-    """Look in the middle of training; return the report, and the parameters of training with and without the look."""
-    ends, reports = [], []
-    for look in (False, True):
-        training = sharded_jobs.Training(case)
-        for step in range(4):
-            training.step(step)
-            if look and step == 1:
-                before = everything(training)
-                report = training.preconditioner.verify(tuple(map(share, batch(7))), loss_of)
-                after = everything(training)
-                torch.testing.assert_close(after, before, rtol=0, atol=0)
-                reports = [(row.layer, row.gradient, row.factors or 0.0) for row in report.rows]
-        ends.append(training.parameters())
-    return reports, *ends
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize(
-    ("count", "case"),
-    [
-        (4, sharded_jobs.Case(mesh=(2, 2))),
-        (4, sharded_jobs.Case(mesh=(2, 2), curvature=INVERSE, wrapper="root", optimizer="AdamW", lr=1e-2)),
-        pytest.param(2, sharded_jobs.Case(wrapper="compile"), marks=pytest.mark.slow),
-    ],
-    ids=["hsdp", "hsdp inverse", "compiled"],
-)
-def test_a_look_at_sharded_training(ranks, count, case):
-    first, *others = ranks.run(count, verify_in_sharded_training, case)
-    report, plain, looked = first
-    assert len(report) == 6
-    assert all(max(gradient, factors) < 1e-9 for _, gradient, factors in report), report
-    assert all(torch.equal(looked[name], value) for name, value in plain.items())
-    assert all(other[0] == report for other in others)
 
 
 def verify_a_broken_placement(placement):

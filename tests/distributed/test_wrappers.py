@@ -149,50 +149,6 @@ def test_a_sampled_fisher_with_options_of_ddp(ranks, options, checkpointed):
     assert_all_equal(ranks.run(2, train, None, options, SAMPLED, 3, checkpointed), expected)
 
 
-def poisoned(options, bad=2):
-    """Four steps with a GradScaler, of which one meets an infinite loss on one rank only."""
-    torch.manual_seed(0)
-    model = Network().double()
-    model.spare.requires_grad_(False)
-    wrapped = DistributedDataParallel(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preconditioner = natgrad.Preconditioner(wrapped, optimizer=optimizer, damping=0.05, scaler=scaler, **options)
-    kept = []
-    for step in range(4):
-        x, y = (share(tensor) for tensor in batch(step))
-        optimizer.zero_grad()
-        scaler.scale(cross_entropy(wrapped(x), y) * (float("inf") if (step, place()[0]) == (bad, 1) else 1)).backward()
-        scaler.unscale_(optimizer)
-        preconditioner.step()
-        scaler.step(optimizer)
-        scaler.update()
-        blocks = preconditioner.state_dict()["blocks"]
-        kept.append({f"{name}/{key}": block[key].clone() for name, block in blocks.items() for key in ("A", "G")})
-    return kept, {name: value.clone() for name, value in model.state_dict().items()}, scaler.get_scale()
-
-
-@pytest.mark.parametrize("options", [{}, {"gradients": "reduce"}, {"gradients": "reduce", "placement": "mem-opt"}])
-def test_infinite_gradients_of_one_rank_are_skipped_by_all_also_where_nothing_is_captured(ranks, options):
-    refresh = natgrad.Refresh(factors=3, inverses=3)
-    first, second = ranks.run(2, poisoned, {**options, "refresh": refresh}, 1)
-    for _, weights, scale in (first, second):
-        assert all(torch.equal(value, first[1][name]) for name, value in weights.items())
-        assert all(value.isfinite().all() for value in weights.values())
-        assert scale == 2.0**7
-
-
-@pytest.mark.parametrize("options", [{}, {"gradients": "reduce"}])
-def test_infinite_gradients_of_one_rank_leave_the_factors_of_all(ranks, options):
-    first, second = ranks.run(2, poisoned, options)
-    for kept, weights, scale in (first, second):
-        assert all(torch.equal(kept[1][name], kept[2][name]) for name in kept[1])
-        assert not any(torch.equal(kept[2][name], kept[3][name]) for name in kept[1])
-        assert all(torch.equal(value, first[1][name]) for name, value in weights.items())
-        assert all(value.isfinite().all() for value in weights.values())
-        assert scale == 2.0**7
-
-
 def scaled_until_one_loader_ends(options, steps=6, unscaled=True, inf=None):
     """The last rank has no batch in odd steps; it may leave `unscale_` to the others then."""
     rank, ranks = place()
@@ -232,14 +188,3 @@ def test_a_rank_without_a_backward_pass_scales_as_the_others_do(ranks, placement
         assert own == scale
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)
-
-
-def forget_to_unscale(options):
-    with pytest.raises(natgrad.NatgradError, match="call it on every rank"):
-        scaled_until_one_loader_ends(options, unscaled=False)
-    dist.barrier()  # nobody waits for anybody
-
-
-@pytest.mark.parametrize("placement", REDUCING)
-def test_all_ranks_are_told_of_one_that_has_not_unscaled(ranks, placement):
-    ranks.run(2, forget_to_unscale, {"placement": placement}, limit=20)
