@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests.classifier import FISHERS, assert_same, batch, blocks, differentiate, gradients, network, precondition, train
+from tests.classifier import FISHERS, assert_same, batch, blocks, differentiate, gradients, network, precondition
 from tests.dense import reference as dense
 
 
@@ -27,22 +27,6 @@ def test_gradients_may_be_zeroed_in_place():
     assert_same(*results)
 
 
-def test_a_closure():
-    expected, model = network(), network()
-    train(expected, range(4))
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    preconditioner = precondition(model, optimizer=inner)
-    optimizer = natgrad.PreconditionedOptimizer(inner, preconditioner)
-    for step in range(4):
-
-        def closure(step=step):
-            optimizer.zero_grad()
-            return differentiate(preconditioner, model, step)
-
-        assert optimizer.step(closure).requires_grad
-    assert_same(model.state_dict(), expected.state_dict())
-
-
 @pytest.mark.parametrize("interval", [1, 3])
 def test_a_second_step_leaves_natural_gradients(interval):
     model = network()
@@ -58,23 +42,6 @@ def test_a_second_step_leaves_natural_gradients(interval):
         assert_same(gradients(model), natural, 0)
         assert_same(blocks(preconditioner), state, 0)
         assert preconditioner.metrics()["step"] == step + 1
-
-
-@pytest.mark.parametrize("assign", ["new", "copied"])
-def test_gradients_set_by_hand_are_preconditioned(assign):
-    model = network()
-    preconditioner = precondition(model, factors=10, inverses=10, kl_clip=None)
-    differentiate(preconditioner, model, 0)
-    plain = gradients(model)
-    preconditioner.step()
-    natural = gradients(model)
-    for name, parameter in model.named_parameters():
-        if assign == "new":
-            parameter.grad = plain[name].clone()
-        else:
-            parameter.grad.copy_(plain[name])
-    preconditioner.step()
-    assert_same(gradients(model), natural)
 
 
 @pytest.mark.parametrize("accumulation", ["mean", "sum"])

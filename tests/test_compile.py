@@ -211,16 +211,6 @@ def test_a_compiled_method_knows_no_batch_size(curvature):
     assert_same(model.state_dict(), expected)
 
 
-@pytest.mark.parametrize("curvature", FISHERS)
-def test_positions_of_the_loss_in_a_compiled_model(curvature):
-    """A head that sees fewer positions than what comes before it."""
-    plain, model = Frames().double(), Frames().double()
-    expected = Training(plain, lambda x: plain({"x": x}), curvature=curvature, reduction="tokens").steps(3)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    training = Training(model, lambda x: compiled({"x": x}), curvature=curvature, reduction="tokens")
-    assert_same(training.steps(3), expected)
-
-
 @pytest.mark.parametrize("way", [wrapped_before, pytest.param(in_place, marks=pytest.mark.slow), blocks_only])
 def test_nothing_is_compiled_anew(way):
     """Statistics are due at every second step only, and the batch shrinks and grows."""

@@ -191,42 +191,6 @@ def test_long_layers_keep_factors_and_momentum_in_another_dtype(dtypes, load):
     assert all(after[name].any() for name in after if name.startswith("root"))
 
 
-def test_frozen_layers_stay_and_a_layer_that_is_not_used_too():
-    model = Network()
-    model.convolution.requires_grad_(False)
-    model.spare = nn.Linear(3, 3)
-    optimizer = natgrad.NaturalMuon(model, heads=["head"])
-    train(model, optimizer, 0, 1)
-    steps = moved(model, optimizer, 1)
-    assert not any(steps[name].any() for name in ("convolution.weight", "convolution.bias", "spare.weight"))
-    assert steps["head.weight"].any()
-
-
-class Tied(nn.Module):
-    """A language model whose head shares the embedding, and is registered before the body."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 5)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        self.body = nn.Linear(5, 5)
-
-    def forward(self, tokens):
-        return self.head(self.body(self.embedding(tokens)).tanh())
-
-
-def test_an_embedding_tied_with_the_head_is_left_to_adamw():
-    model = Tied()
-    optimizer = natgrad.NaturalMuon(model)
-    assert names(model, optimizer.param_groups[0]) == {"body.weight"}
-    for _ in range(2):
-        optimizer.zero_grad()
-        cross_entropy(model(torch.arange(6)), torch.arange(6)).backward()
-        optimizer.step()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
 def test_a_step_of_nan_moves_no_matrix():
     model = Network()
     optimizer = natgrad.NaturalMuon(model, head="spectral")
@@ -257,13 +221,6 @@ def test_torch_restores_the_state_into_a_new_optimizer():
     for each, own in ((model, optimizer), (other, restored)):
         train(each, own, 3, 6)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_layers_that_are_all_too_wide_are_refused():
-    model = nn.Sequential(nn.Linear(3, 9000), nn.Linear(9000, 2))
-    with pytest.warns(natgrad.NatgradWarning, match="no layer"), pytest.raises(ValueError, match="model"):
-        natgrad.NaturalMuon(model)
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 def muon(gradient):
@@ -360,10 +317,3 @@ def test_adapters_below_a_frozen_head_all_move_by_the_update():
     optimizer.step()
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == {"down.weight", "up.weight"}
-
-
-def test_a_frozen_teacher_has_no_head_of_the_model():
-    model = Network()
-    model.teacher = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_(False)
-    optimizer = natgrad.NaturalMuon(model)
-    assert "head.weight" in names(model, optimizer.param_groups[1])

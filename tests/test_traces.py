@@ -192,14 +192,6 @@ def test_a_second_preconditioner_of_a_model_warns_while_the_first_lives():
         second.step()
 
 
-def test_tables_print_as_plain_text(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "90")
-    text = str(natgrad.Preconditioner(network()).explain())
-    assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= 90
-
-
 @pytest.mark.parametrize("curvature", FISHERS)
 def test_no_activation_outlives_the_backward_pass_while_the_loss_does(curvature):
     model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).double()

@@ -252,18 +252,3 @@ def test_a_table_that_is_a_head_without_a_module_stays_plain(sharing):
     assert "more than lookups" in rows["table.weight"].reason
     assert not rows["middle.weight"].reason
     assert preconditioner.metrics()["plain_layers"] == 1
-
-
-def test_tables_that_only_lookups_use_are_left_in_peace():
-    """A padding index, a row that nobody looks up, lookups whose gradient is zero, and a table thawed on the way."""
-    model = Bag(padding_idx=0)
-    model.table.requires_grad_(False)
-    preconditioner = natgrad.Preconditioner(model, reduction="tokens", refresh=natgrad.Refresh(factors=1, inverses=2))
-    for step in range(5):
-        if step == 2:
-            model.table.requires_grad_(True)
-        model.zero_grad()
-        model(torch.tensor([[0, 1], [2, 2], [3, 1]]))[:2].square().sum().backward()
-        preconditioner.step()
-    assert not any(row.reason for row in preconditioner.explain().rows)
-    assert preconditioner.metrics()["plain_layers"] == 0

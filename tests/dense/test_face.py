@@ -89,10 +89,6 @@ def test_a_model_with_nothing_to_cover_trains_as_before(patterns):
         assert torch.equal(p.grad, q.grad)
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def test_likelihoods_must_agree():
     sampled = {
         "0": natgrad.KFAC(fisher="sampled", likelihood="categorical"),

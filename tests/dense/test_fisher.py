@@ -204,24 +204,6 @@ def test_a_mask_keeps_positions_out_of_the_sampled_fisher():
         assert dense.relative_error(dense.gradients(model)[name], expected) < 0.05, name
 
 
-def test_a_mask_of_pixels_leaves_the_classes_out():
-    """torch's [B, C, H, W] logits: masked pixels, whatever they are, change nothing."""
-    torch.manual_seed(0)
-    x, mask, factors = noise(2, 2, 3, 3), torch.rand(2, 3, 3) > 0.5, []
-    y = labels(18).reshape(2, 3, 3).masked_fill(~mask, -100)
-    weights = nn.Conv2d(2, 3, 1).double().state_dict()
-    for disturbed in (False, True):
-        model = nn.Conv2d(2, 3, 1).double()
-        model.load_state_dict(weights)
-        curvature = natgrad.KFAC(fisher="sampled", likelihood=natgrad.Categorical(dim=1))
-        preconditioner = natgrad.Preconditioner(model, curvature, reduction="tokens")
-        outputs = model(x.masked_fill(~mask[:, None], 9.0) if disturbed else x)
-        preconditioner.backward(cross_entropy(outputs, y), outputs, mask)
-        preconditioner.step(count=int(mask.sum()))
-        factors.append(preconditioner.state_dict()["blocks"]["weight"]["A"].clone())
-    assert torch.equal(*factors)
-
-
 @pytest.mark.parametrize("case", LOSSES)
 def test_the_gradient_of_the_sampled_backward_is_the_plain_one(case):
     build, data, criterion, reduction, _ = LOSSES[case]

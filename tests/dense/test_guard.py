@@ -286,17 +286,6 @@ def test_unusable_curvature_gives_no_update_until_the_next_refresh(values):
     assert counted(preconditioner) == (0, 3, 0)
 
 
-def test_curvature_that_stays_unusable_raises():
-    model, preconditioner = make(refresh=100, guard=natgrad.Guard(limit=3))
-    xs = batches(4)
-    take(model, preconditioner, xs[0])
-    poison(preconditioner, "2")
-    for x in xs[1:3]:
-        take(model, preconditioner, x)
-    with pytest.raises(natgrad.CurvatureError, match=r"gradients unusable 3 times in a row in 2\.weight"):
-        take(model, preconditioner, xs[3])
-
-
 def test_only_the_unusable_block_of_a_convolution_gets_no_update():
     model = nn.Conv2d(4, 6, 1, groups=2).double()
     preconditioner = natgrad.Preconditioner(model, damping=DAMPING, refresh=100)
@@ -376,7 +365,8 @@ def test_a_training_resumed_after_failures_is_the_one_that_went_on(kind):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 5), (1, 4, 5), (2, 64, 128), (1, 64, 128), (3, 91, 91)])
+@pytest.mark.values
+@pytest.mark.parametrize("shape", [(3, 4, 5), (1, 64, 128)])
 @pytest.mark.parametrize("strided", [False, True])
 def test_inner_products_of_blocks(shape, strided):
     X, Y = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(k)) for k in (0, 1))

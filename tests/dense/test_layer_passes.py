@@ -76,15 +76,6 @@ def test_gradients_by_the_inputs_alone_do_not_commit():
     assert_preconditioned(model, torch.randn(5, 3).double(), {}, forward=forward)
 
 
-def test_gradients_of_the_parameters_by_name_commit():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    preconditioner = natgrad.Preconditioner(model)
-    torch.autograd.grad(model(torch.randn(5, 3).double()).square().mean(), list(model.parameters()))
-    preconditioner.step()
-    assert preconditioner.metrics()["factor_updates"] == 1
-
-
 def test_inner_gradients_of_a_physics_informed_loss_do_not_commit():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()

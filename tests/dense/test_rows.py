@@ -1,5 +1,6 @@
-"""SNGD and HyLo through whole steps, against the dense (F + αI)⁻¹ of the layer's rows."""
+"""SNGD and HyLo over several steps: when rows are taken, which are chosen, how long they stay, and epochs."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -8,11 +9,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from natgrad.capture.sampled import LabelSampler
 from tests import device
 from tests.dense import reference as dense
 
 DAMPING = 0.2
-ALL = [natgrad.SNGD(), natgrad.HyLo(rank=1.0, method="kid"), natgrad.HyLo(rank=1.0, method="kis"), natgrad.HyLo(1.0)]
 
 
 def network():
@@ -38,13 +39,6 @@ def solve(W, F, damping=DAMPING):
     return torch.linalg.solve(damped, W.flatten(1)[..., None])[..., 0].view_as(W)
 
 
-def expected(model, total, gradients=None):
-    """The dense natural gradient of each layer."""
-    rows = dense.capture(dense.twin(model), total)
-    gradients = {name: seen.gradient() for name, seen in rows.items()} if gradients is None else gradients
-    return {name: solve(W, pooled(rows[name]).fisher()) for name, W in gradients.items()}
-
-
 def build(model, curvature, **options):
     options = {"damping": DAMPING, "refresh": natgrad.Refresh(inverses=1)} | options
     return natgrad.Preconditioner(model, curvature, **options)
@@ -52,11 +46,6 @@ def build(model, curvature, **options):
 
 def total(x, y):
     return lambda model: cross_entropy(model(x), y, reduction="sum")
-
-
-def token_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3, bias=False)).double()
 
 
 def test_rows_and_damping_stay_until_the_next_renewal():
@@ -78,9 +67,6 @@ def test_rows_and_damping_stay_until_the_next_renewal():
     assert preconditioner.metrics()["inverse_updates"] == 2
 
 
-# --- Rank -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rank", "samples", "rows"),
     [(0.1, 30, 3), (0.1, 31, 4), (0.25, 9, 3), (5, 9, 5), (50, 9, 9), (1.0, 9, 9), (1, 9, 1)],
@@ -100,9 +86,6 @@ def test_a_float_is_a_fraction_of_the_batch_and_an_int_a_number_of_rows(rank, sa
     (A,), (M,) = held["A"], held["M"]
     assert A.shape == (1, rows, 13)
     assert M.shape == (1, rows, rows)
-
-
-# --- Drawing --------------------------------------------------------------------------------------------------------
 
 
 def test_draws_are_a_function_of_seed_step_and_layer():
@@ -142,3 +125,169 @@ def test_rows_and_factors_keep_their_own_clocks():
         dense.assert_equal(dense.gradients(model), wanted, 1e-8)
     metrics = preconditioner.metrics()
     assert (metrics["factor_updates"], metrics["inverse_updates"], metrics["plain_layers"]) == (4, 3, 0)
+
+
+def test_a_layer_in_trouble_keeps_its_own_number_of_rows_among_others():
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.one(x).pow(2).sum() + self.other(x).pow(2).sum()
+
+    torch.manual_seed(0)
+    model = Beside().double()
+    preconditioner = build(model, natgrad.SNGD())
+    x = torch.randn(9, 4, dtype=torch.float64)
+
+    def step(count, spoil=False):
+        model.zero_grad()
+        hook = model.one.register_forward_hook(lambda m, a, output: output * float("nan")) if spoil else None
+        (model(x[:count]) / count).backward()
+        if hook:
+            hook.remove()
+        preconditioner.step()
+
+    step(5)
+    first = preconditioner.state_dict()["blocks"]["one.weight"]
+    step(9, spoil=True)
+    blocks = preconditioner.state_dict()["blocks"]
+    (one,), (other,), (M,) = blocks["one.weight"]["A"], blocks["other.weight"]["A"], blocks["one.weight"]["M"]
+    assert one.shape == other.shape == (1, 9, 5)
+    assert torch.equal(one[:, :5], first["A"][0])
+    assert not one[:, 5:].any()
+    assert torch.equal(M[0, :5, :5], first["M"][0][0])
+    assert other[:, 5:].any()
+
+
+def test_kernels_that_cannot_be_factorised_leave_what_there_was(monkeypatch):
+    model, (x, y) = network(), batch()
+    preconditioner = build(model, natgrad.SNGD())
+    cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    (before,) = preconditioner.state_dict()["blocks"]["3.weight"]["M"]
+    known = torch.linalg.cholesky_ex
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda m: (known(m)[0], torch.ones(len(m), dtype=torch.int32)))
+    model.zero_grad()
+    cross_entropy(model(x * 2), y).backward()
+    preconditioner.step()
+    assert torch.equal(preconditioner.state_dict()["blocks"]["3.weight"]["M"][0], before)
+    assert preconditioner.metrics()["failed_decompositions"] == 4
+
+
+def test_rows_are_kept_in_due_steps_only_and_no_longer_than_the_step():
+    model, (x, y) = network(), batch()
+    preconditioner = build(model, natgrad.HyLo(0.5), refresh=natgrad.Refresh(inverses=2))
+    for step in range(4):
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        rows = preconditioner._capture.rows
+        assert [rows.count(name) for name in ("0", "3", "5")] == ([9] * 3 if step % 2 == 0 else [0] * 3)
+        preconditioner.step()
+        assert not any(rows.count(name) for name in ("0", "3", "5"))
+
+
+def test_thousands_of_rows_need_no_outer_products():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    preconditioner = build(model, natgrad.HyLo(0.05, method="kis"))
+    x, y = torch.randn(4000, 256), torch.randint(10, (4000,))
+    cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    assert preconditioner.metrics()["rows"] == 200
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_state_without_its_rows_is_refused():
+    model, (x, y) = network(), batch()
+    preconditioner = build(model, natgrad.SNGD())
+    cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    good = preconditioner.state_dict()
+    for name, value in (("A", None), ("M", (good["blocks"]["3.weight"]["M"][0][:, :-1],)), ("G", torch.zeros(1, 4, 5))):
+        state = copy.deepcopy(good)
+        state["blocks"]["3.weight"][name] = value
+        with pytest.raises(ValueError, match="state"):
+            preconditioner.load_state_dict(state)
+    state = copy.deepcopy(good)
+    state["epochs"]["norms"] = "none"
+    with pytest.raises(ValueError, match="epochs"):
+        preconditioner.load_state_dict(state)
+
+
+def scripted(norms, rates=None, threshold=0.5):
+    """Train with gradients of these norms, an epoch of two steps each; return whether each epoch was one of KID."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    curvature = natgrad.HyLo(2, threshold)
+    preconditioner = build(model, curvature, optimizer=optimizer, kl_clip=None)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    direction = x.mean(0).norm()
+    used = []
+    for epoch, norm in enumerate(norms):
+        optimizer.param_groups[0]["lr"] = 1.0 if rates is None else rates[epoch]
+        for _ in range(2):
+            model.zero_grad()
+            (model(x).sum() / len(x) * (norm / 2 / direction)).backward()
+            preconditioner.step()
+        used.append(bool(preconditioner.metrics()["kid"]))
+        assert preconditioner.metrics()["epoch"] == epoch
+        preconditioner.next_epoch()
+        assert preconditioner.state_dict()["epochs"]["norms"][-1] == pytest.approx(norm)
+    return used
+
+
+def test_an_epoch_is_critical_where_the_norm_of_the_epochs_gradient_changes():
+    #  e: 0 and 1 always; 2: 8 to 10; 3: 10 to 10; 4: 10 to 4; 5: 4 to 4.4; 6: 4.4 to 9
+    assert scripted([8, 10, 10, 4, 4.4, 9, 9, 9]) == [True, True, False, False, True, False, True, False]
+
+
+def test_the_threshold_decides():
+    assert scripted([10, 12, 12, 12], threshold=0.1) == [True, True, True, False]
+    assert scripted([10, 12, 12, 12], threshold=0.3) == [True, True, False, False]
+
+
+def test_a_decay_of_the_learning_rate_makes_its_epoch_critical():
+    rates = [1.0, 1.0, 1.0, 0.6, 0.3, 0.3, 0.03]
+    assert scripted([9] * 7, rates) == [True, True, False, False, True, False, True]
+
+
+def test_a_model_that_changes_keeps_the_rows_of_layers_that_stay():
+    model, (x, y) = network(), batch()
+    preconditioner = build(model, natgrad.SNGD(), refresh=natgrad.Refresh(inverses=5))
+    for step in range(2):
+        if step:
+            model[5] = nn.Linear(5, 4).double()
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        raw = dense.gradients(model)
+        if not step:
+            rows = dense.capture(dense.twin(model), total(x, y))
+        preconditioner.step()
+    found = dense.gradients(model)
+    for name in ("0", "3"):
+        expected_step = solve(raw[name], pooled(rows[name]).fisher())
+        assert dense.relative_error(found[name], expected_step) < 1e-8
+    assert dense.relative_error(found["5"], raw["5"]) == 0
+
+
+def test_labels_are_drawn_only_where_a_curvature_that_is_due_asks_for_them(monkeypatch):
+    drawn, score = [], LabelSampler.score
+
+    def count(self, likelihood, outputs, mask, step):
+        drawn.append(step)
+        return score(self, likelihood, outputs, mask, step)
+
+    monkeypatch.setattr(LabelSampler, "score", count)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    sampled = natgrad.SNGD(fisher="sampled", likelihood="categorical")
+    refresh = natgrad.Refresh(factors=1, inverses=3)
+    preconditioner = natgrad.Preconditioner(model, {"0": natgrad.KFAC(), "2": sampled}, refresh=refresh)
+    for _ in range(5):
+        model.zero_grad()
+        outputs = model(torch.randn(6, 4))
+        preconditioner.backward(cross_entropy(outputs, torch.randint(3, (6,))), outputs)
+        preconditioner.step()
+    assert drawn == [0, 3]

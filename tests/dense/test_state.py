@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -260,29 +259,6 @@ def test_state_of_another_model_or_form_raises():
     ):
         with pytest.raises(ValueError, match="state"):
             run.preconditioner.load_state_dict(state)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_hooked_model_can_be_copied_and_pickled(duplicate):
-    """The copy has no preconditioner: it neither disturbs the original's nor fails."""
-    run, plain = Run().train(range(2)), Run().train(range(2))
-    clone = duplicate(run.model)
-    clone(torch.randn(3, 2, 5, 5)).sum().backward()
-    run.train(range(2, 5))
-    plain.train(range(2, 5))
-    assert same(run.model.state_dict(), plain.model.state_dict())
-
-
-def test_a_preconditioner_leaves_nothing_behind_when_it_is_gone():
-    run = Run().train(range(2))
-    x = torch.randn(3, 2, 5, 5)
-    del run.preconditioner
-    run.model.zero_grad()
-    run.model(x).sum().backward()
-    plain = network()
-    plain.load_state_dict(run.model.state_dict())
-    plain(x).sum().backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(run.model.parameters(), plain.parameters(), strict=True))
 
 
 def test_a_state_of_an_earlier_version_holds_the_rule_of_its_damping():

@@ -11,7 +11,7 @@ import natgrad
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, curvatures, total_loss
 from tests.dense.reference import kept
-from tests.dense.test_embedding import Largest, rows_of
+from tests.dense.test_embedding import rows_of
 
 V, D, LENGTH = 6, 3, 4
 
@@ -204,37 +204,6 @@ def test_two_modules_of_one_type(make, shape, options):
     dense.assert_equal({"": actual}, expected)
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_two_embeddings_without_a_head(sharing):
-    """Each knows its own padding."""
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.Embedding(V, D, padding_idx=0), nn.Embedding(V, D)]).double()
-    model[1].weight = model[0].weight
-    ids, more = torch.randint(V, (3, LENGTH)), torch.randint(V, (3, LENGTH))
-
-    def loss(model):
-        return total_loss(torch.cat([model[0](ids), model[1](more)], 1).tanh(), 3)
-
-    seen = []
-    handles = [one.register_forward_hook(lambda module, args, output: seen.append(output)) for one in model]
-    gradients = torch.autograd.grad(loss(model), seen)
-    for handle in handles:
-        handle.remove()
-    (a, g), (b, h) = (rows_of(x, grad, 3, V) for x, grad in zip((ids, more), gradients, strict=True))
-    real = 1 - a[..., :1]
-    a, g = torch.cat([a * real, b], 2)[0], torch.cat([g * real, h], 2)[0]
-    count = torch.cat([real, torch.ones_like(real)], 2)[0].sum(1)
-    if sharing == "reduce":
-        a, g, count = (a.sum(1) / count)[:, None], g.sum(1)[:, None], torch.ones(3, 1)
-    a, g = a.flatten(0, 1), g.flatten(0, 1)
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing), damping=0.3)
-    (loss(model) / 3).backward()
-    W = model[0].weight.grad.clone()
-    preconditioner.step()
-    A, G = (a.T @ a / 3 * torch.eye(V))[None], (g.T @ g / count.sum())[None]
-    assert dense.relative_error(model[0].weight.grad.T, dense.solve_eigen(W.T[None], A, G, 0.3)[0]) < 1e-9
-
-
 def test_a_module_under_two_names_is_one():
     torch.manual_seed(0)
     model = nn.Module()
@@ -277,17 +246,3 @@ def test_why_tied_modules_are_left_out():
     left = reasons(model, one)
     assert all("other parameters" in left[name] for name in ("embedding.weight", "heads.0.bias", "heads.1.bias"))
     assert not left["mix.weight"]
-
-
-@pytest.mark.parametrize("options", [{}, {"form": "inverse"}, {"max_factor_size": 64}])
-def test_a_large_vocabulary_takes_no_more_than_its_weight(options):
-    size = 50_000
-    model = Language(size=size, bias=True)
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options), damping=0.3)
-    ids = torch.randint(size, (1, LENGTH))
-    with Largest() as largest:
-        cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
-        preconditioner.step()
-    width = options.get("max_factor_size", D + 1)
-    assert largest.elements <= size * width * 2
-    assert model.embedding.weight.grad.isfinite().all()

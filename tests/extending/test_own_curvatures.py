@@ -105,16 +105,6 @@ def test_steps_equal_the_dense_definition(name, micro_batches):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_convolution_with_groups_is_preconditioned_as_its_blocks(name):
-    training = Training(make(name))
-    training.step(batch(0))
-    rows = {row.parameter: row for row in training.preconditioner.explain().rows}
-    assert rows["convolution.weight"].preconditioned
-    blocks = training.preconditioner.state_dict()["blocks"]["convolution.weight"]
-    assert all(len(tensor) == 2 for tensor in blocks.values())
-
-
-@pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize(
     "options",
     [
@@ -140,16 +130,6 @@ def test_a_result_that_was_not_declared_so_is_an_error():
     training = Training(lambda **_: Wrong())
     with pytest.raises(natgrad.NatgradError, match=r"compute\('root'\) of Wrong\(\)"):
         training.step(batch(0))
-
-
-def test_whitening_takes_an_interval_of_its_own_for_its_inputs():
-    refresh = natgrad.Refresh(factors=natgrad.Sides(inputs=2, gradients=1), inverses=2)
-    training = Training(make("whitening"), refresh=refresh)
-    for step in range(4):
-        training.step(batch(step))
-    assert training.preconditioner.explain().preconditioned > 0
-    with pytest.raises(ValueError, match="inputs alone"):
-        Training(make("root"), refresh=refresh)
 
 
 @pytest.mark.parametrize(
@@ -235,12 +215,3 @@ def test_other_rows_than_those_that_are_gathered_are_refused(attributes, match):
     curvature = type("Wrong", (OwnRows,), attributes)()
     with pytest.raises(ValueError, match=match):
         natgrad.Preconditioner(nn.Linear(2, 2), curvature)
-
-
-def test_an_inverse_of_another_number_of_rows_is_refused():
-    attributes = {"compute": lambda self, task, averages, *_: ({"M": torch.ones(1, 2, 2)}, torch.ones(1).bool())}
-    model = nn.Linear(2, 2)
-    preconditioner = natgrad.Preconditioner(model, type("Wrong", (OwnRows,), attributes)(), kl_clip=None)
-    model(torch.randn(3, 2)).square().mean().backward()
-    with pytest.raises(natgrad.NatgradError, match="'M', not a tensor of"):
-        preconditioner.step()

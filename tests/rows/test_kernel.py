@@ -59,21 +59,7 @@ def cut(tensor, sizes):
     return tensor.split(sizes, 1)
 
 
-def error(found, expected):
-    return float((found - expected).norm() / expected.norm())
-
-
 # --- Products without U ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("outputs", "inputs"), [(3, 7), (7, 3)])
-def test_products_with_the_rows_are_those_of_the_matrix_of_their_outer_products(outputs, inputs):
-    A, G, V = rows(2, 5, inputs), rows(2, 5, outputs, 1), rows(2, outputs, inputs, 2)
-    U = torch.einsum("nmo,nmi->nmoi", G, A).flatten(2)
-    c = rows(2, 1, 5, 3)[:, 0]
-    torch.testing.assert_close(kernel.gram(A, G), U @ U.mT)
-    torch.testing.assert_close(kernel.multiply(A, G, V), (U @ V.flatten(1)[..., None])[..., 0])
-    torch.testing.assert_close(kernel.multiply_transposed(A, G, c).flatten(1), (U.mT @ c[..., None])[..., 0])
 
 
 def test_with_all_rows_the_kernel_gives_the_dense_natural_gradient():
@@ -163,19 +149,6 @@ def test_any_rows_with_zero_and_repeated_ones_give_what_they_make_exactly(shape,
             torch.testing.assert_close(found, dense(A, G, V, samples), rtol=1e-6, atol=1e-8)
 
 
-@settings(deadline=None)
-@given(shapes)
-def test_as_many_rows_are_drawn_as_wanted_each_once_and_none_of_zeros(shape):
-    blocks, outputs, inputs, count, wanted, seed = shape
-    A, G = rows(blocks, count, inputs, seed), rows(blocks, count, outputs, seed + 1)
-    A[:, ::3] = 0
-    A[..., 0] = torch.where(A[..., 0] == 0, 0.0, torch.arange(1.0, count + 1, dtype=torch.float64))
-    found = kernel.sample(A, G, wanted, starts=starts(blocks, seed))
-    for block in range(blocks):
-        drawn = [round(x) for x in found.A[block, :, 0].tolist() if x]
-        assert len(set(drawn)) == len(drawn) == min(wanted, int((A[block, :, 0] != 0).sum()))
-
-
 # --- Trouble --------------------------------------------------------------------------------------------------------
 
 
@@ -216,11 +189,3 @@ def test_scores_of_rows_whose_squares_leave_float32(exponent, silent):
     found = kernel.scores(A.float(), G.float())
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("odd", [0.0, 1e-25, 1e25, float("nan")])
-def test_scores_of_a_block_hang_on_no_other(odd):
-    A, G = rows(3, 8, 40).float(), rows(3, 8, 50, 1).float()
-    alone = kernel.scores(A[:1], G[:1])
-    A[1, 3] = odd
-    assert torch.equal(kernel.scores(A, G)[:1], alone)
