@@ -67,7 +67,8 @@ def edit(place: str, old: str, new: str) -> None:
     tree.body[0].decorator_list.clear()
     # Code that names __class__ or calls super() keeps its cell as a free variable of the enclosing function.
     outer = ast.parse(f"def outer({', '.join(function.__code__.co_freevars)}): pass")
-    outer.body[0].body = tree.body
+    # A function that calls itself finds itself in its module.
+    outer.body[0].body = [ast.Global([tree.body[0].name], lineno=1, col_offset=0), *tree.body]
     flags = __future__.annotations.compiler_flag
     compiled = compile(outer, inspect.getfile(function), "exec", flags=flags, dont_inherit=True)
     function.__code__ = _code_of(compiled, function)
