@@ -5,15 +5,14 @@ import csv
 import pytest
 
 from natgrad import tasks
-from natgrad.cli.report import columns, page
+from natgrad.cli.report import page
 from natgrad.cli.report.measured_plots import drift_figure, error_figure, figures, norms_figure
 from natgrad.cli.report.measured_sheets import measured_sheets
-from natgrad.training.analysis import Measures
-from natgrad.training.analysis.drift import Drift
+from natgrad.training.analysis import Measures, write_columns
 from natgrad.training.analysis.error import DirectionError
+from natgrad.training.analysis.factors import Drift, Eigenvalue
 from natgrad.training.analysis.norms import ALL, EpochNorm
 from natgrad.training.analysis.rank import KernelRank
-from natgrad.training.analysis.spectra import Eigenvalue
 
 LAYERS = [f"blocks.{index}.perceptron.projection" for index in range(5)]
 STEPS = (0, 4000, 8000, 12000, 15999)
@@ -85,7 +84,7 @@ def test_figures_show_medians_and_bands(measures):
 
 def test_only_what_was_measured_is_written(measures, tmp_path):
     some = Measures(norms=measures.norms, drift=measures.drift)
-    assert [path.name for path in columns.write(some, tmp_path)] == ["norms.csv", "drift.csv"]
+    assert [path.name for path in write_columns(some, tmp_path)] == ["norms.csv", "drift.csv"]
     with (tmp_path / "norms.csv").open() as file:
         first, *_, last = csv.DictReader(file)
     assert (first["norm"], first["change"], first["critical"]) == ("40.0", "", "1")

@@ -7,9 +7,8 @@ from rich.console import Console
 from natgrad import tasks
 from natgrad.cli.report import page
 from natgrad.cli.report.plots import overview, save
-from natgrad.cli.report.sheet import task_sheet
+from natgrad.cli.report.sheet import table, task_sheet
 from natgrad.cli.report.sheets import NEVER, comparison_sheets
-from natgrad.cli.report.tables import table
 from natgrad.tasks import Metric
 from natgrad.training.compare import Comparison, TaskComparison
 from natgrad.training.result import Point, Result

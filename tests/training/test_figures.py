@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from natgrad.training.analysis.drift import drift, drifts
 from natgrad.training.analysis.error import approximate, errors, exact
+from natgrad.training.analysis.factors import drift, drifts, spectra, spectrum
 from natgrad.training.analysis.norms import ALL, EpochGradients, critical
 from natgrad.training.analysis.rank import leading, ranks
-from natgrad.training.analysis.spectra import spectra, spectrum
 
 WIDE = torch.float64
 

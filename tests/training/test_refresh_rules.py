@@ -3,7 +3,7 @@
 import pytest
 
 import natgrad
-from natgrad.training import refresh_rules
+from natgrad.training import curvatures
 from natgrad.training.job import Job
 
 
@@ -16,11 +16,11 @@ from natgrad.training.job import Job
     ],
 )
 def test_rules_by_their_names(words, rule):
-    assert refresh_rules.build(words, factors=2, inverses=3) == natgrad.Adaptive(rule, factors=2, inverses=3)
+    assert curvatures.refresh_rule(words, factors=2, inverses=3) == natgrad.Adaptive(rule, factors=2, inverses=3)
 
 
 def test_a_fixed_interval():
-    assert refresh_rules.build("fixed", factors=2, inverses=3) == natgrad.Refresh(factors=2, inverses=3)
+    assert curvatures.refresh_rule("fixed", factors=2, inverses=3) == natgrad.Refresh(factors=2, inverses=3)
 
 
 def test_jobs_of_earlier_versions_are_read_unless_they_used_what_was_removed():

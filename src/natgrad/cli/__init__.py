@@ -1,4 +1,4 @@
-"""The `natgrad` command: one file per subcommand, with heavy imports inside its functions."""
+"""The `natgrad` command: one file per large subcommand, with heavy imports inside its functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from natgrad.errors import NatgradError
 from .analyze import analyze
 from .compare import compare
 from .flags import in_flags
-from .tasks import tasks
 from .train import train
 
 # What torch's errors of a lack of memory say; they have no common class.
@@ -49,6 +48,14 @@ def _print_error(text: str) -> None:
     """Print an error in one line, whatever a path in it holds."""
     line = "\\n".join(f"error: {text}".splitlines())
     Console(stderr=True, soft_wrap=True).print(line, style="red", markup=False, highlight=False)
+
+
+def tasks() -> None:
+    """List the built-in tasks."""
+    from natgrad import tasks
+    from natgrad.cli.report.sheet import table, task_sheet, wide_console
+
+    wide_console().print(table(task_sheet(tasks.facts_of(name) for name in tasks.names())))
 
 
 app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

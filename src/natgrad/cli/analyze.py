@@ -214,13 +214,14 @@ def _report(study: Study, measures: Measures, result: Result | None, folder: Pat
     """Print the tables, write all files, and print their paths."""
     from rich.console import Console
 
-    from natgrad.cli.report import columns, page
+    from natgrad.cli.report import page
     from natgrad.cli.report.measured_plots import figures
     from natgrad.cli.report.measured_sheets import measured_sheets
     from natgrad.cli.report.plots import save
-    from natgrad.cli.report.tables import table, wide_console
+    from natgrad.cli.report.sheet import table, wide_console
+    from natgrad.training.analysis import write_columns
 
-    written = columns.write(measures, folder)
+    written = write_columns(measures, folder)
     drawn, sheets = figures(measures), measured_sheets(measures)
     for name, figure in drawn.items():
         save(figure, folder / f"{name}.svg")

@@ -130,8 +130,8 @@ def _report(comparison: Comparison, outcomes: list[TaskComparison], out: Path) -
 
     from natgrad.cli.report import page
     from natgrad.cli.report.plots import save
+    from natgrad.cli.report.sheet import table, wide_console
     from natgrad.cli.report.sheets import comparison_sheets
-    from natgrad.cli.report.tables import table, wide_console
     from natgrad.training import environment
     from natgrad.training.files import replace_text
 

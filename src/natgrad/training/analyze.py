@@ -14,11 +14,10 @@ from torch import Tensor
 from natgrad import SNGD
 from natgrad.errors import require
 from natgrad.training.analysis import FIGURES, Measures, Observation, Probe
-from natgrad.training.analysis.drift import drifts
 from natgrad.training.analysis.error import errors
+from natgrad.training.analysis.factors import drifts, spectra
 from natgrad.training.analysis.norms import ALL, THRESHOLD, EpochGradients
 from natgrad.training.analysis.rank import ranks
-from natgrad.training.analysis.spectra import spectra
 
 from .build import rehearse
 from .display import display

@@ -15,9 +15,9 @@ from natgrad.damping import Damping
 from natgrad.errors import ArgumentError
 from natgrad.tasks import Task
 
-from . import averaging, curvatures, optimizers, refresh_rules
+from . import averaging, curvatures, optimizers
+from .curvatures import options_named
 from .job import Job
-from .option_errors import options_named
 from .world import check_devices, uses_gpu
 
 
@@ -58,7 +58,7 @@ def _preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer
         damping=_damping(job),
         kl_clip=job.kl_clip,
         reduction=task.reduction,
-        refresh=refresh_rules.build(job.refresh, factors=job.factors, inverses=job.inverses),
+        refresh=curvatures.refresh_rule(job.refresh, factors=job.factors, inverses=job.inverses),
         placement=job.placement,
         seed=job.seed,
     )

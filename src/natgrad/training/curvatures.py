@@ -1,16 +1,28 @@
-"""The curvature of a job."""
+"""The curvature and the refresh rule of a job."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from natgrad.curvature import Curvature
 from natgrad.curvature.names import BY_NAME
-from natgrad.errors import require
+from natgrad.errors import ArgumentError, require
+from natgrad.refresh import Adaptive, DriftRule, Refresh, RefreshRule, TraceRule
 
-from .option_errors import options_named
+
+@contextmanager
+def options_named(kind: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Add the kind of option to errors about one of `options`, as in "averaging option patience"."""
+    try:
+        yield
+    except ArgumentError as error:
+        if error.name not in options:
+            raise
+        raise ArgumentError(f"{kind} {error.name}", error.value, error.allowed) from error
+
 
 # Options that are fields of the job, or set by the task.
 _EXCLUDED = ("fisher", "likelihood")
@@ -60,3 +72,33 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
     fisher = fisher or "sampled"
     with options_named("curvature option", options):
         return BY_NAME[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)
+
+
+_REFRESH = "fixed, trace[:UPPER] or drift[:THRESHOLD]"
+
+
+def refresh_rule(refresh: str, *, factors: int, inverses: int) -> RefreshRule:
+    """Return the refresh rule of a run.
+
+    Args:
+        refresh: "fixed", or the name of a rule, optionally with a colon and its bound.
+        factors: Steps between updates of the factors.
+        inverses: Steps between decompositions, or with a rule between its decisions.
+
+    Raises:
+        ValueError: The rule is unknown, or the bound is not allowed.
+    """
+    if refresh == "fixed":
+        return Refresh(factors=factors, inverses=inverses)
+    name, _, bound = refresh.partition(":")
+    require(name in ("trace", "drift"), "refresh", refresh, _REFRESH)
+    try:
+        if name == "trace":
+            rule: RefreshRule = TraceRule(upper=float(bound)) if bound else TraceRule()
+        else:
+            rule = DriftRule(float(bound)) if bound else DriftRule()
+    except ArgumentError as error:
+        raise ArgumentError("refresh", refresh, f"{_REFRESH}, where {error.name} is {error.allowed}") from None
+    except ValueError:
+        raise ArgumentError("refresh", refresh, _REFRESH) from None
+    return Adaptive(rule, factors=factors, inverses=inverses)

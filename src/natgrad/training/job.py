@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 from natgrad import recipes, tasks
 from natgrad.errors import ArgumentError, require
 
-from . import averaging, curvatures, optimizers, refresh_rules
+from . import averaging, curvatures, optimizers
 from .averaging import machines
-from .option_errors import options_named
+from .curvatures import options_named
 
 # The settings that may change when a run is resumed.
 CHANGEABLE = ("epochs", "steps", "workers", "nodes", "device")
@@ -53,7 +53,7 @@ class Job:
         placement: The placement of the curvature's work.
         factors: Steps between updates of the factors.
         inverses: Steps between decompositions.
-        refresh: "fixed", or a rule that decides on each refresh (see `refresh_rules.build`).
+        refresh: "fixed", or a rule that decides on each refresh (see `curvatures.refresh_rule`).
         damping: The damping; None: the curvature's default.
         kl_clip: The bound of the KL clip; None or 0: off.
         epochs: Passes over the training set; None, if `steps` is None too: the task's default.
@@ -133,7 +133,7 @@ class Job:
         if self.fisher is not None:
             _check_choice("fisher", self.fisher, get_args(Fisher))
         optimizers.check(self.optimizer, self.options)
-        refresh_rules.build(self.refresh, factors=self.factors, inverses=self.inverses)
+        curvatures.refresh_rule(self.refresh, factors=self.factors, inverses=self.inverses)
         if self.curvature != "none":
             curvatures.check(self.curvature, self.all_curvature_options)
         require(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -18,7 +20,6 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from natgrad.errors import DivergedError, require
 
-from . import memory
 from .averaging import describe, node_mesh
 from .build import build_averager, build_optimizer, build_scheduler, seconds_spent
 from .job import CHANGEABLE, Job
@@ -343,7 +344,7 @@ class Training:
         if not isfinite(metric):
             return "diverged"
         due = self._is_due(min(self._save_seconds, self._unsaved_seconds))
-        peak, due_anywhere = self.world.maxima(memory.peak_bytes(self.world.device), due)
+        peak, due_anywhere = self.world.maxima(_peak_bytes(self.world.device), due)
         point = Point(
             epoch=position.epoch,
             step=position.step,
@@ -400,3 +401,11 @@ _SEVERITY: list[Status] = ["finished", "stopped", "diverged"]
 
 def _plain(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return the peak memory in bytes: allocated on a GPU, resident for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

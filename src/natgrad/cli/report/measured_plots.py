@@ -13,11 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from natgrad.training.analysis import Measures
-from natgrad.training.analysis.drift import Drift
 from natgrad.training.analysis.error import METHODS, DirectionError
+from natgrad.training.analysis.factors import Drift, Eigenvalue
 from natgrad.training.analysis.norms import ALL, EpochNorm
 from natgrad.training.analysis.rank import KernelRank
-from natgrad.training.analysis.spectra import Eigenvalue
 
 from .plots import COLOURS, TEXT, blank, dress
 

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from natgrad.training.analysis import Measures
-from natgrad.training.analysis.drift import Drift
 from natgrad.training.analysis.error import DRAWS, METHODS, DirectionError
+from natgrad.training.analysis.factors import Drift, Eigenvalue
 from natgrad.training.analysis.norms import ALL, EpochNorm
 from natgrad.training.analysis.rank import SHARE, KernelRank, leading
-from natgrad.training.analysis.spectra import Eigenvalue
 
 from .sheet import Sheet
 

@@ -1,9 +1,15 @@
-"""Tables as text, and the table of the tasks, without torch."""
+"""Tables as text and on the terminal, and the table of the tasks, without torch."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from natgrad.tasks import Facts
 
@@ -36,3 +42,32 @@ def task_sheet(tasks: Iterable[Facts]) -> Sheet:
         rows.append((task.name, "\n".join([*about, *(["options: " + options] if options else [])])))
     headings = ("task", "data and model; metric; a run; options (--set NAME=VALUE)")
     return Sheet(title="Tasks", headings=headings, rows=rows, prose=True)
+
+
+_WIDTH = 100
+_NAME = 16  # columns that names of rows are given at least
+
+
+def wide_console() -> Console:
+    """Return a console as wide as the terminal, or without one of ``COLUMNS`` or 100 columns."""
+    return Console(markup=False, width=shutil.get_terminal_size((_WIDTH, 0)).columns)
+
+
+def table(sheet: Sheet) -> Table:
+    """Return a sheet as a Rich table."""
+    shown = Table(
+        title=sheet.title,
+        caption=sheet.caption,
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+    )
+    for index, heading in enumerate(sheet.headings):
+        # In a narrow terminal cells wrap instead of being cut off, but for names, if they are short.
+        names = max((len(row[0]) for row in sheet.rows), default=0) if index == 0 else 0
+        justify: Literal["left", "right"] = "left" if sheet.prose or index == 0 else "right"
+        shown.add_column(heading, justify=justify, overflow="fold", min_width=min(names, _NAME))
+    for row in sheet.rows:
+        shown.add_row(*row)
+    return shown

@@ -3,7 +3,7 @@
 `probe.py` computes these for the layers of a model, on a copy of the model.
 """
 
-from natgrad.training.analysis.measures import FIGURES, Measures
+from natgrad.training.analysis.measures import FIGURES, Measures, write_columns
 from natgrad.training.analysis.probe import Observation, Probe
 
-__all__ = ["FIGURES", "Measures", "Observation", "Probe"]
+__all__ = ["FIGURES", "Measures", "Observation", "Probe", "write_columns"]
