@@ -239,7 +239,7 @@ class Capture:
             )
         curvature, primary, layer = self._used(name, index)
         forward = self.forward.current
-        if forward is not None and forward.open is not None and layer.batched(inputs):
+        if forward is not None and forward.ambiguous is not None and layer.batched(inputs):
             self.forward.settle(layer.samples(inputs))
         batch = -1 if forward is None else int(self.forward.batch)
         # Statistics need the inputs; counting samples only needs their shape.
@@ -312,8 +312,8 @@ class Capture:
         if self._reductions.needs_nearest_layer:
             self._reductions.note_nearest(use.layer, use.outline)
         reduction = self._reductions.of(use.primary.name)
-        if use.forward is not None and use.forward.open is not None and reduction != "tokens":
-            self.ambiguous = use.forward.open
+        if use.forward is not None and use.forward.ambiguous is not None and reduction != "tokens":
+            self.ambiguous = use.forward.ambiguous
         if task not in self._terms:
             self._discard_cleared_passes()
         self._terms.settle(use, task, gradient, drawn=self._sampling)

@@ -280,7 +280,7 @@ class Terms:
 
     def _warn_of_guess(self, use: LayerCall, samples: int, taken: int) -> None:
         known = use.batch > 0 or samples == taken or use.layer.form == "one-hot" or not use.layer.batched(use.outline)
-        asked = use.forward is not None and use.forward.open is not None  # `step` asks for the number of samples
+        asked = use.forward is not None and use.forward.ambiguous is not None  # `step` asks for the number of samples
         if known or asked or self._warned:
             return
         self._warned = True

@@ -81,14 +81,14 @@ class ForwardPass:
     Attributes:
         first: The first backward pass through it.
         batch: The batch size of the model's input. -1: none.
-        open: The possible batch sizes, while the batch size is ambiguous.
+        ambiguous: The possible batch sizes, while the batch size is ambiguous. None: it is not.
     """
 
     def __init__(self) -> None:
         """Initialize without uses of layers."""
         self.first: int | None = None
         self.batch = -1
-        self.open: Samples | None = None
+        self.ambiguous: Samples | None = None
         self._rows: dict[str, int] = {}
         self._lengths: set[int] = set()
 
@@ -167,7 +167,7 @@ class ForwardPasses:
         current: The pass in progress.
         began: Whether a pass with gradients has begun since `reset`.
         samples: The samples of such passes, except compiled ones.
-        was_open: Whether the batch size of such a pass was ambiguous.
+        was_ambiguous: Whether the batch size of such a pass was ambiguous.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class ForwardPasses:
 
     def reset(self) -> None:
         """Reset the counts."""
-        self.began, self.samples, self.was_open = False, 0, False
+        self.began, self.samples, self.was_ambiguous = False, 0, False
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a pass. Its batch size is that of the arguments of the model (`count_samples`)."""
@@ -190,16 +190,16 @@ class ForwardPasses:
             self.began = True
             if torch.compiler.is_compiling():
                 return
-            self.current.open = found if found.choices else None
-            self.was_open = self.was_open or bool(found.choices)
+            self.current.ambiguous = found if found.choices else None
+            self.was_ambiguous = self.was_ambiguous or bool(found.choices)
             self.current.batch = found.number
             self.samples += max(0, found.number)
 
     def settle(self, seen: int) -> None:
         """Set an ambiguous batch size to that of a layer's input, if it is one of the possible ones."""
         current = self.current
-        if current is not None and current.open is not None and seen in current.open.choices:
-            current.open, current.batch = None, seen
+        if current is not None and current.ambiguous is not None and seen in current.ambiguous.choices:
+            current.ambiguous, current.batch = None, seen
             self.batch = torch.tensor(seen, device="cpu")
             self.samples += seen
 
