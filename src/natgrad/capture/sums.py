@@ -241,15 +241,16 @@ def _shapes(run: LayerRun) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _runs(layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]]) -> list[LayerRun]:
-    """Return layers as runs of consecutive ones."""
+    """Return the layers of each group as runs, joining neighbours; layers of a group have the same statistics."""
     groups: dict[int, list[LayerRun]] = {}
     for group, member, specs in layers:
         groups.setdefault(id(group), []).append(LayerRun(group, [member], specs))
     runs: list[LayerRun] = []
     for singles in groups.values():
-        for index, single in enumerate(sorted(singles, key=lambda run: run.blocks.start)):
-            if index and runs[-1].blocks.stop == single.blocks.start:
-                runs[-1].members += single.members
+        for single in sorted(singles, key=lambda run: run.blocks.start):
+            last = runs[-1] if runs else None
+            if last is not None and last.group is single.group and last.blocks.stop == single.blocks.start:
+                last.members += single.members
             else:
                 runs.append(single)
     return runs

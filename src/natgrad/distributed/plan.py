@@ -212,16 +212,18 @@ class Plan(Printed, Generic[Key]):
 
     @cached_property
     def _held(self) -> list[int]:
-        """The bytes of running averages, decompositions and rows on each rank of a row of the grid."""
-        held = [
-            sum(self.layers[key].averages for key, assignment in self.assignments.items() if assignment.sums == "all")
-        ] * self.columns
+        """The bytes of running averages, decompositions and rows on a rank of each column."""
+        held, everywhere = [0] * self.columns, 0
         for key, assignment in self.assignments.items():
             layer, column = self.layers[key], self.column_of(key)
-            held[column] += layer.held + (0 if assignment.sums == "all" else layer.averages)
+            held[column] += layer.held
             if layer.rows is not None and key in self.rows:
                 held[column] += layer.rows(self.rows[key])
-        return held
+            if assignment.sums == "all":
+                everywhere += layer.averages
+            else:
+                held[column] += layer.averages
+        return [everywhere + size for size in held]
 
     def check_memory(self) -> None:
         """Check that no rank holds more than `Placement.memory`.

@@ -215,22 +215,21 @@ class _Update(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; `closure` is evaluated first."""
+        """Take a step; `closure` is evaluated first. ``.grad`` of the matrices holds natgrad's update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [
-                parameter for parameter in group["params"] if group["spectral"] and parameter.grad is not None
-            ]
-            if parameters and group["weight_decay"]:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not (group["spectral"] and parameters):
+                continue
+            if group["weight_decay"]:
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             for parameter in parameters:  # what loads checkpoints expects a state of each parameter that has moved
                 if parameter not in self.state:
                     self.state[parameter]["step"] = torch.zeros(())
-            if parameters:
-                torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
+            torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
         self._by_adamw().step()
         return loss
 
