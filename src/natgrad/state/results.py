@@ -69,7 +69,7 @@ def record_results(
 def _specs(group: BlockGroup) -> list[TensorSpec]:
     """Return the specs of the results: gathered rows with their number of samples and damping, and what tasks write.
 
-    What links rows is read by tasks alone, and is not kept.
+    The statistic Y of rows (source "both") is read by tasks alone, and is not kept.
     """
     rows = [spec for spec in group.gathered if spec.source != "both"]
     numbers = (TensorSpec("samples", ()), TensorSpec("damping", ())) if group.gathered else ()

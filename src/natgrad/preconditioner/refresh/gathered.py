@@ -99,7 +99,7 @@ class RowRun(TaskRun):
     @override
     def record(self, failure_counters: FailureCounters) -> None:
         """Move what succeeded to the group, and count the failures: non-finite rows, or a failed M of finite ones."""
-        group, success = self.group, [number > 0 for number in self.success]
+        group, success = self.group, self.succeeded
         blocks = tensor_on(group.device, self.blocks)
         failure_counters.count_skipped_factors(group, blocks, ~self.finite)
         if any(success):
@@ -141,7 +141,7 @@ class RowRefresh:
 
         Args:
             groups: The groups with gathered statistics.
-            rows: The rows of this rank; removed from it.
+            rows: The rows of this rank, which are removed from this buffer.
             shares: For each layer, the part of its assumed number of tokens that counts. Missing: all.
             gain: The factor that makes captured gradients those of per-sample losses, without the number of samples.
 
@@ -167,11 +167,11 @@ class RowRefresh:
             if run.owner == self.runtime.rank:
                 run.run(self.damping)
         conclude(runs, self.plan.column(self.runtime.rank), self.runtime, self.failure_counters, None)
-        for group in {id(run.group): run.group for run in runs}.values():
-            own = [run for run in runs if run.group is group]
-            if sum(number > 0 for run in own for number in run.success) == group.size:
-                resize(group, max(run.rows for run in own))  # no block needs more now
-        return any(number > 0 for run in runs for number in run.success)
+        for group in dict.fromkeys(run.group for run in runs):
+            group_runs = [run for run in runs if run.group is group]
+            if sum(sum(run.succeeded) for run in group_runs) == group.size:
+                resize(group, max(run.rows for run in group_runs))  # no block needs more now
+        return any(any(run.succeeded) for run in runs)
 
     def _runs(self, groups: Sequence[BlockGroup], rows: RowBuffer, shares: Shares, *, gathers: bool) -> list[RowRun]:
         """Return the runs of layers that any rank has seen. If it `gathers`, all ranks exchange their counts."""
@@ -197,7 +197,9 @@ class RowRefresh:
             layer_bytes = 4 * (member.stop - member.start) * selected**2 * group.work_dtype.itemsize
             if not similar or (len(similar[-1].layers) + 1) * layer_bytes > _BATCH:
                 (task,) = group.tasks
-                run = RowRun(owner, group, task, 0, 0, rows=selected, layers=[], samples=samples, share=share)
+                run = RowRun(
+                    owner, group, task, start=0, stop=0, rows=selected, layers=[], samples=samples, share=share
+                )
                 similar.append(run)
             similar[-1].layers.append(member)
             similar[-1].stop += member.stop - member.start
@@ -247,8 +249,8 @@ class RowRefresh:
     def _gather(self, runs: Sequence[RowRun]) -> None:
         """Replace the rows that each rank selected by those of all ranks, on the workers of each layer.
 
-        A layer's n workers receive n (P - 1) / P r (i + o) elements together, with Y n (P - 1) r² / P² more, and a
-        counter for each block. Y is never rounded: it might not stay definite.
+        A layer's n workers receive n (P - 1) / P r (i + o) elements together, with Y n (P - 1) r² / P² more, and the
+        state of each block's rows. Y is never rounded: it might not stay definite.
         """
         columns, runtime = self.plan.columns, self.runtime
         for similar in _by_place(runs):
@@ -284,23 +286,22 @@ class _RowMessage:
     """
 
     def __init__(self, runs: Sequence[RowRun], wire: torch.dtype | None) -> None:
-        """Pack the selected rows."""
+        """Pack the selected rows: A and G of each run as narrow numbers, each Y and then all states as wide ones."""
         self._runs, group = runs, runs[0].group
-        states = [
-            torch.where(run.selection.fine, 1.0, _SELECTION_FAILED).where(run.finite, _NOT_FINITE) for run in runs
-        ]
+        selected = [torch.where(run.selection.fine, 1.0, _SELECTION_FAILED) for run in runs]
+        finite = [run.finite for run in runs]
+        states = torch.cat(selected).where(torch.cat(finite), _NOT_FINITE).to(group.work_dtype)
         narrow = [rows.flatten() for run in runs for rows in (run.selection.A, run.selection.G)]
-        links = [run.selection.Y.flatten() for run in runs if run.selection.Y is not None]
-        counters = torch.cat(states).to(group.work_dtype)
+        Ys = [run.selection.Y.flatten() for run in runs if run.selection.Y is not None]
         self._layout = WireFormat(
-            wide=sum(map(len, links)) + len(counters),
+            wide=sum(map(len, Ys)) + len(states),
             narrow=sum(map(len, narrow)),
             dtype=group.work_dtype,
             wire=narrower(wire, group.work_dtype),
         )
         message = self._layout.empty(1, group.device)
         # Non-finite numbers are not used, and must not spoil the scale of their neighbours.
-        self._layout.write(message, torch.cat(narrow).nan_to_num(0, 0, 0)[None], torch.cat([*links, counters])[None])
+        self._layout.write(message, torch.cat(narrow).nan_to_num(0, 0, 0)[None], torch.cat([*Ys, states])[None])
         self.message = message[0]
 
     def unpack(self, arrived: Tensor) -> None:
@@ -308,18 +309,18 @@ class _RowMessage:
         wide, narrow = self._layout.read(arrived)
         runs, ranks = self._runs, len(arrived)
         rows = iter(narrow.split([part.numel() for run in runs for part in (run.selection.A, run.selection.G)], 1))
-        linked = [0 if run.selection.Y is None else run.selection.Y.numel() for run in runs]
-        *links, counters = wide.split([*linked, sum(len(run.finite) for run in runs)], 1)
-        states = iter(counters.amin(0).split([len(run.finite) for run in runs]))
-        for run, link in zip(runs, links, strict=True):
+        blocks = [len(run.finite) for run in runs]
+        sizes = [0 if run.selection.Y is None else run.selection.Y.numel() for run in runs]
+        *Ys, all_states = wide.split([*sizes, sum(blocks)], 1)
+        states = all_states.amin(0).split(blocks)  # the worst of all ranks
+        for run, sent, state in zip(runs, Ys, states, strict=True):
             A, G = (
                 next(rows).view(ranks, *like.shape).transpose(0, 1).flatten(1, 2)
                 for like in (run.selection.A, run.selection.G)
             )
             Y = None
             if run.selection.Y is not None:
-                Y = link.view(ranks, *run.selection.Y.shape).transpose(0, 1).flatten(1, 2)
-            state = next(states)
+                Y = sent.view(ranks, *run.selection.Y.shape).transpose(0, 1).flatten(1, 2)
             run.finite = state > _NOT_FINITE
             run.selection = kernel.Selection(A, G, Y, state > _SELECTION_FAILED)
 

@@ -49,6 +49,11 @@ class TaskRun:
     rows: int = 0
 
     @property
+    def succeeded(self) -> list[bool]:
+        """Whether each block succeeded."""
+        return [number > 0 for number in self.success]
+
+    @property
     def results(self) -> StateTensors:
         """Where the results of the blocks are stored."""
         return self.group.state.results
@@ -124,7 +129,7 @@ class TaskRun:
 
     def record(self, failure_counters: FailureCounters) -> None:
         """Record which blocks succeeded, after the results have been shared."""
-        blocks, flags = self.blocks, [number > 0 for number in self.success]
+        blocks, flags = self.blocks, self.succeeded
         record_results(self.group, self.task.name, blocks, flags)
         restart(self.group, self.task, [block for block, fine in zip(blocks, flags, strict=True) if fine])
         failure_counters.count_failed_decompositions(self.group, self.task.name, blocks, flags)
