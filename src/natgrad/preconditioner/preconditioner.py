@@ -353,8 +353,8 @@ class Preconditioner:
         """Check that a step may begin. Raises what `step` documents."""
         capture, reductions = self._capture, self._scaling.reductions
         capture.discard_cleared_passes(self._model.parameters())
-        counts_samples = capture.forward.was_open and capture.ambiguous is None and reductions.single != "tokens"
-        if not (counts_samples and isinstance(count, int)):  # an earlier step needed a count, this one does not
+        was_settled = capture.forward.was_ambiguous and capture.ambiguous is None and reductions.single != "tokens"
+        if not (was_settled and isinstance(count, int)):  # then the number of samples is known, and `count` not needed
             reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
         if self._detached:
             raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
@@ -372,7 +372,7 @@ class Preconditioner:
     def _compare_settings(self, damping: float) -> None:
         """Compare the ranks in the first step, and after the layers have changed."""
         progress, reductions = self._progress, self._scaling.reductions
-        if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
+        if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):  # `_attach` stops it
             self._capture.warn_of_others()
             settings = {
                 "state": f"step {progress.step}, factors of {progress.last_factors}, "
@@ -389,6 +389,8 @@ class Preconditioner:
 
     def _reduce_gradients(self, count: Count | None) -> float | Tensor:
         """Compare ``.grad`` with what the hooks have seen, and average it over the ranks with ``gradients="reduce"``.
+
+        Before that, determine whether the ``GradScaler`` skips this step, if statistics depend on it.
 
         Returns:
             The factor that makes it the gradient of the mean loss.
@@ -418,7 +420,7 @@ class Preconditioner:
             return
         wire, sides = structure.precision.wire, sums.sides
         with progress.phase("reduce", runtime):
-            sums.close(*self._gains(count))
+            sums.close(*self._shares_and_gain(count))
             if self._refreshes_in_background:
                 self._background.post(structure.groups, sums, runtime, progress, self._inspection, wire)
                 return
@@ -427,24 +429,24 @@ class Preconditioner:
                 self._inspection.look(structure.groups, sums, runtime)
         with progress.phase("renew", runtime):
             updated = update_averages(sums, self._failures)
-            counts = bool(updated) or structure.shares_work
+            is_update = bool(updated) or structure.shares_work
             if progress.last_factors is None:
                 # The host waits for the result only before the first update: a checkpoint loader may step before any
                 # forward pass, and the first batch may not be finite.
-                counts = self._agreed(any(bool(blocks.any()) for blocks in updated))
-            if counts:
+                is_update = self._agreed(any(bool(blocks.any()) for blocks in updated))
+            if is_update:
                 progress.record_factors(sides)
 
     def _refresh(self, count: Count | None, damping: float, due: frozenset[Reads]) -> None:
         """Decompose what is due on its owners, and exchange the results. Under "background" only start."""
         progress, structure, scheduler = self._progress, self._structure, self._scheduler
-        begins = not progress.has_curvature
         with progress.phase("renew", self._communicator):
             rows_updated = self._refresh_rows(count, damping)  # first, so that `observed` includes these layers
             usable = self._inspection.usable(
                 structure.groups, observed(structure.groups), captured=self._captured_everything()
             )
-            keys, decided = usable, scheduler.selects_layers and bool(usable)
+            keys = usable
+            decided = scheduler.selects_layers and bool(usable)  # perhaps to refresh none of them
             if scheduler.selects_layers:
                 keys = scheduler.select_layers(structure.decisions, usable, damping, progress.step)
                 if structure.shares_work:
@@ -456,8 +458,12 @@ class Preconditioner:
                 return
             updated = run_tasks(*work, self._failures, structure.precision.wire, reads=due)
             scheduler.end_refresh(structure.decisions, keys)
-            decided = decided or updated or rows_updated
-            if self._agreed(decided) if begins else decided or structure.shares_work:
+            is_refresh = decided or updated or rows_updated
+            if not progress.has_curvature:  # only rows so far, perhaps none
+                is_refresh = self._agreed(is_refresh)
+            elif structure.shares_work:
+                is_refresh = True  # other ranks may have refreshed layers; recorded without a message
+            if is_refresh:
                 progress.record_inverses(due)
 
     def _captured_everything(self) -> bool:
@@ -485,7 +491,7 @@ class Preconditioner:
             step=self._progress.step,
             wire=structure.precision.wire,
         )
-        updated = refresh.run(structure.gathered, capture.rows, *self._gains(count))
+        updated = refresh.run(structure.gathered, capture.rows, *self._shares_and_gain(count))
         structure.plan = refresh.plan
         return updated
 
@@ -523,10 +529,10 @@ class Preconditioner:
         return rule.renews_in_background and self._progress.last_inverses is not None
 
     def _agreed(self, flag: bool) -> bool:
-        """Return `flag` of any rank if ranks are workers of some layers only, else that of this rank."""
+        """Return whether `flag` is true on any rank. If ranks share no work, it is equal on all and not sent."""
         return self._communicator.any(flag) if self._structure.shares_work else flag
 
-    def _gains(self, count: Count | None) -> tuple[Mapping[str, float], float | Tensor]:
+    def _shares_and_gain(self, count: Count | None) -> tuple[Mapping[str, float], float | Tensor]:
         """Return the part of each layer's samples or tokens that counts, and the factor of captured gradients."""
         return self._capture.shares(count), self._scaling.of_captured(len(self._capture.backwards))
 
@@ -558,7 +564,10 @@ class Preconditioner:
         )
 
     def _follow_model(self) -> None:
-        """Adapt to parameters that were moved, frozen or replaced since the last step."""
+        """Adapt to parameters that were moved, frozen or replaced since the last step.
+
+        Also add the sums that the last step began to send in the background to the running averages.
+        """
         if self._structure.move():
             self._failures.forget()
         with self._progress.phase("renew", self._communicator):
@@ -575,8 +584,9 @@ class Preconditioner:
         """Differentiate the loss of sampled labels, if the next step needs their statistics."""
         capture = self._capture
         sums = capture.wanted and "gradients" in capture.sums.sides
-        groups = (one for one in self._structure.groups if (capture.rows.wanted if one.gathered else sums))
-        likelihood = next((one.curvature.likelihood for one in groups if one.curvature.likelihood is not None), None)
+        groups = (group for group in self._structure.groups if (capture.rows.wanted if group.gathered else sums))
+        likelihoods = (group.curvature.likelihood for group in groups)
+        likelihood = next((found for found in likelihoods if found is not None), None)
         if likelihood is not None:
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
             require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
