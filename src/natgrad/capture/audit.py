@@ -44,8 +44,8 @@ class GradientAudit:
         self._left = _FIRST
         self._layer: Layer | None = None
         self._slot: Slot | None = None
-        self._sums: Tensor | None = None
-        self._pending: Tensor | None = None
+        self._sums: Tensor | None = None  # the captured sums and bounds of their rounding errors ``[2, n]``
+        self._pending: Tensor | None = None  # the inner products that `report` reads ``[5]``
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Choose the compared layer, the same on all ranks."""
@@ -88,6 +88,8 @@ class GradientAudit:
     def compare(self, loss_scale: float | Tensor, runtime: Communicator) -> None:
         """Compare ``.grad`` with the captured gradients in the first steps; collective if it is averaged already.
 
+        Only inner products are computed here. `report` reads them one step later, so that the host does not wait.
+
         Args:
             loss_scale: The scale of the ``GradScaler``.
             runtime: The ranks.
@@ -97,16 +99,17 @@ class GradientAudit:
         self._left -= 1
         parameter = self._slot.parameter
         size = min(_NUMBERS, self._layer.outputs if self._slot.leaf == "bias" else math.prod(self._slot.shape[1:]))
-        shown = torch.zeros(2, size, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device)
+        sums = torch.zeros(2, size, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device)
         if self._sums is not None:
-            shown += self._sums[:, :size]
-        shown /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(shown)
+            sums += self._sums[:, :size]
+        sums /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(sums)
         if runtime.ranks > 1 and not self._reduces:
-            runtime.sum_(shown.view(-1), "audit")
-            shown /= runtime.ranks
-        gradient, held = self._gradient(shown[0])
-        held = held * (shown[1] > 0)  # a layer that was used without its forward was not captured
-        s, noise, g = torch.stack([*shown, gradient]) * held
+            runtime.sum_(sums.view(-1), "audit")
+            sums /= runtime.ranks
+        gradient, held = self._gradient(sums[0])
+        held = held * (sums[1] > 0)  # a layer that was used without its forward was not captured
+        s, noise, g = torch.stack([*sums, gradient]) * held
+        # Divided by the largest number, because squares may overflow.
         largest = torch.maximum(s.abs().amax(), g.abs().amax()).clamp(min=torch.finfo(g.dtype).tiny)
         s, noise, g = s / largest, noise / largest, g / largest
         self._pending = torch.stack([s @ s, s @ g, g @ g, (g - s) @ (g - s), noise @ noise])

@@ -170,21 +170,24 @@ def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
     FSDP2's classes refuse to be copied. So their modules are copied into objects of the class that was sharded.
     """
-    copies: dict[int, Any] = {}  # by the ``id`` of the originals, as ``copy.deepcopy`` keeps them
+    copies: dict[int, Any] = {}  # the memo of ``copy.deepcopy``: the copy by the ``id`` of the original
     for parameter in root.parameters():
         copies[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    sharded, no_state = [module for module in root.modules() if _is_managed(module)], _NoState()
+    sharded = [module for module in root.modules() if _is_managed(module)]
+    no_state = _NoState()
     for module in sharded:
-        original: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, fsdp.FSDPModule))
+        original: Any = next(base for base in type(module).__mro__ if not issubclass(base, fsdp.FSDPModule))
         copies[id(module)] = original.__new__(original)
         copies[id(fsdp.fully_shard.state(module))] = no_state
     for module in sharded:
         copies[id(module)].__setstate__(copy.deepcopy(module.__getstate__(), copies))
     plain = copy.deepcopy(root, copies)
-    for hooks in (hooks for module in plain.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)):
-        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is no_state]:
-            del hooks[key]
+    for module in plain.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            # FSDP2's hooks are methods of its state, so their copies are methods of `no_state`.
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is no_state]:
+                del hooks[key]
     return plain if dtype is None else plain.to(dtype)
 
 

@@ -64,8 +64,8 @@ def _settings(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
         places = [getattr(backends.mkldnn, kind, None) for kind in ("matmul", "conv")]
     else:
         places = [backends.cuda.matmul, getattr(backends.cudnn, "conv", backends.cudnn)]
-    for place in places:
-        for name in ("fp32_precision", "allow_tf32"):  # the latter before torch 2.9
+    for place in places:  # None has neither attribute
+        for name in ("fp32_precision", "allow_tf32"):  # the first that exists; the latter before torch 2.9
             if hasattr(place, name):
                 yield place, name, getattr(place, name)
                 break

@@ -59,7 +59,7 @@ class FailureState:
     def state(self, blocks: slice) -> dict[str, Tensor]:
         """Return the failures of some blocks for a checkpoint, as integers.
 
-        The columns are those of earlier versions, some of which are zero now.
+        The name and the columns are those of earlier versions. Some columns are zero now.
         """
         ladder = torch.zeros(self._size, _TASKS + len(self.failed), dtype=torch.int32, device="cpu")
         if self.unusable is not None:

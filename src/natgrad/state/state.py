@@ -28,7 +28,8 @@ _REMOVED_COUNTERS = {"bounded_gradients", "fallbacks/diagonal", "fallbacks/graft
 # The rules of earlier versions that adapted the damping; their states hold further numbers.
 _ADAPTED_DAMPING = ("Autopilot", "LevenbergMarquardt")
 
-# The entries of a layer that hold flags and counts.
+# The entries of a layer that hold flags and counts: `BlockState.good` and `BlockState.failures`. The names here and in
+# `_FIELDS` are those of the format; "early weight" is `BlockState.input_weight`, "watch" the counts of failures.
 _WHOLE = {"renewed": torch.bool, "ladder": torch.int32}
 
 _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch")

@@ -75,7 +75,7 @@ def reduce_gradients(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if runtime.ranks == 1 or not trained:
         return 1.0 / max(1, samples) if summed else 1.0
-    total = _agree(trained, runtime, samples, step)
+    total = _exchange_counters(trained, runtime, samples, step)
     # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
     mean_weight = torch.where(total > 0, samples / total.clamp(min=1), 1 / runtime.ranks)
     weight = torch.ones_like(total) if summed else mean_weight
@@ -90,14 +90,17 @@ def reduce_gradients(
     return 1.0 / total.clamp(min=1).to(wide)
 
 
-def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int, step: int) -> Tensor:
-    """Return the samples of all ranks. Parameters with a gradient on any rank get one on all, of zeros."""
-    used = [float(parameter.grad is not None) for parameter in trained]
-    counters = tensor_on(trained[0].device, [float(samples), *used, float(step)], torch.float64)
+def _exchange_counters(trained: list[nn.Parameter], runtime: Communicator, samples: int, step: int) -> Tensor:
+    """Return the number of samples of all ranks, and check that the ranks are at the same step.
+
+    A gradient that is missing on this rank, but not on another one, becomes zeros.
+    """
+    has_gradient = [float(parameter.grad is not None) for parameter in trained]
+    counters = tensor_on(trained[0].device, [float(samples), *has_gradient, float(step)], torch.float64)
     runtime.sum_(counters, "counters")
     if on_host(counters):
         _check_steps(counters[-1], step, runtime)
-    if not all(used):
+    if not all(has_gradient):
         # Only a rank without a gradient checks whether another has one, because that synchronizes with the device.
         for parameter, users in zip(trained, counters[1:-1].tolist(), strict=True):
             if parameter.grad is None and users:

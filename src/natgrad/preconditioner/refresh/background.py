@@ -248,7 +248,7 @@ def _decompose(
 ) -> _Outcome:
     """Run a task for some blocks, in the thread.
 
-    The thread does not use `products.full_products`, because it changes settings of the whole process.
+    The thread does not use `full_products`, because it changes settings of the whole process.
     """
     started = perf_counter()
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
