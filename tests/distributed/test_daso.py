@@ -94,9 +94,3 @@ def test_averaging_after_each_batch_is_synchronous_sgd(ranks, sizes, options):
     for step, parameters in enumerate(expected):
         assert all(largest(found[step], parameters) < (2e-3 if narrow else 1e-13) for found in everyone)
         assert all(identical(found[step], everyone[0][step]) for found in everyone)
-
-
-def test_both_duties_are_the_same(ranks):
-    rotating, sharded = (ranks.run(4, train, Run(options={"duty": duty})) for duty in ("rotating", "sharded"))
-    for one, other in zip(rotating, sharded, strict=True):
-        assert all(identical(*pair) for pair in zip(one, other, strict=True))

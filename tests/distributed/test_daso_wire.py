@@ -245,35 +245,3 @@ def go_far(steps):
 @pytest.mark.parametrize("steps", [22, 202])
 def test_what_delta_rounds_off_leaves_later(ranks, steps):
     assert 0 < max(ranks.run(2, go_far, steps)) < 1e-3 * 8 * 1.3 / 256  # of one exchange
-
-
-def without_parameters():
-    model = nn.Linear(2, 1)
-    nn.init.constant_(model.weight, dist.get_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.requires_grad_(False)
-    daso = natgrad.DASO(model, optimizer, nodes=Nodes((1, 1)), batches_between=2, cycling_wire=torch.bfloat16)
-    for _ in range(4):
-        daso.step()
-    daso.next_epoch()
-    daso.detach()
-    return bool((model.weight == 0).all())
-
-
-def test_a_model_that_is_frozen_keeps_the_weights_of_the_first_rank(ranks):
-    assert ranks.run(2, without_parameters) == [True, True]
-
-
-def kept(run):
-    """Cycling turns into cool-down in the middle of an epoch."""
-    training = Training(run)
-    for _ in range(5):
-        training.step()
-    state = training.daso.state_dict()
-    training.daso.detach()
-    return state["equal"], state["flights"]["parameters"]
-
-
-def test_nothing_is_kept_in_blocking_phases(ranks):
-    run = cycling(replace(Run(), epochs=1), 2, 1, cooldown_epochs=0.5)
-    assert ranks.run(4, kept, run) == [(True, None)] * 4
