@@ -1,4 +1,4 @@
-"""The grid of nodes, exchanges between them, gradients in a node, and buffers, on real ranks."""
+"""The grid of nodes, gradients in a node, and buffers, on real ranks."""
 
 import os
 
@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import natgrad
 from natgrad.averaging import Grid, Nodes
-from natgrad.averaging.exchange import Exchange
 from natgrad.distributed.communicator import timeout_of
 
 
@@ -108,48 +107,6 @@ def test_gradients_are_averaged_over_the_ranks_of_a_node_that_have_a_batch(ranks
     second = ranks.run(4, node_gradients, (2, 2), [1, 2, 3])
     assert second[0] == second[1] == [1.0] * 2 + none + [1.0] * 2 + [None]
     assert second[2] == second[3] == [None] * 7
-
-
-def exchanged(sizes, budget, wire):
-    """Average tensors that are alike within a node, twice; return the means and what this rank sent."""
-    grid = Grid(Nodes(sizes))
-    tensors = drawn(grid.node)
-    exchange = Exchange(grid, "parameters", message_bytes=budget)
-    for _ in range(2):
-        exchange.mean_(tensors, wire)
-        torch._foreach_mul_(tensors, grid.node + 1)  # apart again
-    sent = grid.traffic()
-    return tensors, sent
-
-
-def drawn(seed):
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 5), (1,), (4, 2))]
-    return [*tensors, torch.randn(6, generator=generator, dtype=torch.float64)]
-
-
-def averaged(sizes):
-    """What `exchanged` returns on each node, worked out in one process."""
-    weights = [len(sizes) * size / sum(sizes) for size in sizes]
-    nodes = [drawn(node) for node in range(2)]
-    for _ in range(2):
-        means = [(weights[0] * a + weights[1] * b) / 2 for a, b in zip(*nodes, strict=True)]
-        nodes = [[mean * (node + 1) for mean in means] for node in range(2)]
-    return nodes
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
-@pytest.mark.parametrize("budget", [1 << 20, 24])
-def test_exchanges_in_shares(ranks, sizes, budget):
-    everyone, expected = ranks.run(sum(sizes), exchanged, sizes, budget, None), averaged(sizes)
-    for rank, (found, _) in enumerate(everyone):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected[rank // 2], strict=True))
-    size = 2 * sum(tensor.nbytes for tensor in drawn(0))  # two exchanges
-    assert sum(sent["between"] for _, sent in everyone) == 2 * size
-    assert sum(sent["inside"] for _, sent in everyone) == sum(size for ranks in sizes if ranks > 1)
-    if sizes == (2, 2) and budget > 24:
-        shares = [sent["between"] for _, sent in everyone]
-        assert max(shares) - min(shares) <= 2 * 2 * 8  # an element of each dtype, in two exchanges
 
 
 def synchronize(sizes):

@@ -155,22 +155,6 @@ def test_layers_that_are_unfrozen_meanwhile(ranks, wire):
         assert all(p.abs().max() < 10 for p in first)
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batches_between": 2},
-        {"batches_between": 2, "cycling_wire": torch.bfloat16},
-        {"warmup_epochs": 2},
-        {"warmup_epochs": 1, "momentum": "average"},
-    ],
-)
-def test_parameters_in_16_bits(ranks, options):
-    everyone = ranks.run(4, train, Run(dtype=torch.bfloat16, options=options))
-    assert all(identical(found[-1], everyone[0][-1]) for found in everyone)
-    assert not identical(everyone[0][-1], everyone[0][0])
-
-
 def without_rows(options):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
@@ -242,6 +226,5 @@ def go_far(steps):
     return float((mean / 2 - (1 - 1e-3 * steps * (gradient + 0.15))).abs().max())
 
 
-@pytest.mark.parametrize("steps", [22, 202])
-def test_what_delta_rounds_off_leaves_later(ranks, steps):
-    assert 0 < max(ranks.run(2, go_far, steps)) < 1e-3 * 8 * 1.3 / 256  # of one exchange
+def test_what_delta_rounds_off_leaves_later(ranks):
+    assert 0 < max(ranks.run(2, go_far, 202)) < 1e-3 * 8 * 1.3 / 256  # of one exchange
