@@ -91,18 +91,6 @@ def test_a_run_leaves_tables_files_plots_and_a_page(tmp_path):
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
 
 
-def test_figures_and_layers_are_chosen(tmp_path):
-    chosen = ("--figure", "drift, rank", "--layers", "9,2*", "--batch-sizes", "8,16", "--snapshots", 1)
-    done = run("analyze", "digits", "--optimizer", "adamw", "--steps", 3, "--every", 2, *chosen, "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    assert {path.stem for path in tmp_path.glob("*.csv")} == {"rank", "drift"}
-    assert {(row["layer"], row["batch_size"]) for row in read(tmp_path / "rank.csv")} == {
-        (layer, size) for layer in "29" for size in ("8", "16")
-    }
-    assert {(row["step"], row["factor"]) for row in read(tmp_path / "drift.csv")} == {("2", "A"), ("2", "G")}
-    assert "Trained by adamw, learning rate 0.0152" in done.output  # as tuned
-
-
 def test_a_token_loss_is_counted_in_positions(tmp_path):
     small = ("--set", "sequences=64", "--set", "context=16", "--steps", 2, "--figure", "rank,error,norms")
     sizes = ("--batch-sizes", "16,40", "--ranks", "8,64", "--labels", "sampled")
@@ -152,14 +140,6 @@ def test_a_mistake_is_one_line_and_touches_nothing(tmp_path, monkeypatch, argume
     assert named in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_with_an_analysis_is_left_alone(tmp_path):
-    (tmp_path / "analysis.json").write_text("{}")
-    done = run("analyze", "tabular", "--out", tmp_path)
-    assert done.exit_code == 2
-    assert "a folder without an analysis" in done.stderr
-    assert (tmp_path / "analysis.json").read_text() == "{}"
 
 
 @pytest.mark.slow

@@ -148,13 +148,6 @@ def test_another_setting_is_refused_with_resume(tmp_path, changed):
     assert_one_line(run("train", "--resume", tmp_path, *changed), option, value, "left out with --resume")
 
 
-def test_an_option_that_only_a_step_checks_is_refused_before_the_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = run("train", "tabular", "--optimizer", "adamw", "--option", "capturable=True", "--device", "cpu")
-    assert_one_line(done, "--option={'capturable': True}", "capturable")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(("command", "file"), [(RUN, "config.json"), (ANALYZE, "analysis.json")])
 def test_a_full_disk_names_the_file(tmp_path, command, file):
     with full_disk(500):
@@ -170,22 +163,3 @@ def test_a_cut_line_of_metrics_or_a_wrong_one_is_named(tmp_path):
     metrics.write_text(metrics.read_text() + "{}\n")
     train(replace(JOB, steps=2), Output(folder=tmp_path), resume=True)  # which has the points in its checkpoint
     assert metrics.read_text().count("\n") == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("{", "tabular.json, line 1: not JSON"),
-        ("[]", "tabular.json: not written by natgrad"),
-        ('{"task": "tabular"}', "tabular.json: not a file that a search wrote"),
-        ('{"task": "digits", "settings": {}}', "task='digits'"),
-        ('{"task": "tabular", "settings": {"sgd": 3}}', "settings of sgd=3"),
-        ('{"task": "tabular", "settings": {}, "target": {"loss": "x"}}', "target loss='x'"),
-        ('{"task": "tabular", "settings": {"sgd": {"colour": 3}}}', "colour=3"),
-        ('{"task": "tabular", "settings": {"sgd": {"learning_rate": "x"}}}', "learning_rate='x'"),
-    ],
-)
-def test_damaged_tuned_values_are_named(tmp_path, text, named):
-    (tmp_path / "tabular.json").write_text(text)
-    assert_one_line(run(*COMPARE, tmp_path / "out", "--tuned", tmp_path), named)
-    assert not (tmp_path / "out").exists()

@@ -73,12 +73,6 @@ def test_a_name_stands_for_a_curvature_with_its_defaults(name):
         assert repr(natgrad.Preconditioner(model, given, optimizer=optimizer).curvature) == repr(expected)
 
 
-@pytest.mark.parametrize(("given", "argument"), [("kaf", "curvature"), ({"0": "kaf"}, r"curvature\['0'\]")])
-def test_a_wrong_name_is_refused_with_those_known(given, argument):
-    with pytest.raises(ValueError, match=f"^{argument}='kaf' is not allowed: .* kfac, ekfac, "):
-        natgrad.Preconditioner(network(), given)
-
-
 def test_a_number_is_the_interval_of_decompositions():
     steps = []
     for refresh in (3, natgrad.Refresh(factors=1, inverses=3)):
@@ -125,13 +119,6 @@ def test_a_default_damping_that_is_no_number_is_refused():
 
     with pytest.raises(ValueError, match=r"Wrong\.default_damping=-1\.0"):
         natgrad.Preconditioner(network(), Wrong())
-
-
-@pytest.mark.parametrize("method", ["switch", "kid", "kis"])
-def test_one_row_is_probably_a_mistake_for_all_rows(method):
-    with pytest.warns(natgrad.NatgradWarning, match=r"^natgrad: HyLo\(rank=1\) keeps one row .* rank=1\.0") as told:
-        natgrad.HyLo(rank=1, method=method)
-    assert len(told) == 1
 
 
 @pytest.mark.parametrize("rank", [1.0, 0.1, 2, 32])

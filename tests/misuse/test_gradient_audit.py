@@ -133,11 +133,6 @@ def test_a_step_on_every_micro_batch(factors, parts):
     assert "step() called on every micro-batch" in text
 
 
-def test_gradients_that_are_never_cleared():
-    (text,) = micro_batches(clears=False)
-    assert "zero_grad" in text
-
-
 def test_a_penalty_on_the_parameters_is_silent():
     def penalised(outputs, y):
         return cross_entropy(outputs, y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
@@ -145,11 +140,3 @@ def test_a_penalty_on_the_parameters_is_silent():
     torch.manual_seed(0)
     model = with_bias()
     assert train(model, loss=penalised) == []
-
-
-def test_a_norm_over_several_dimensions_is_compared_too():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Unflatten(1, (3, 2)), nn.LayerNorm((3, 2)), nn.Flatten(), nn.Tanh())
-    assert train(model) == []
-    (text,) = train(model, scale(0.5))
-    assert "0.5 times" in text

@@ -59,13 +59,3 @@ def test_several_ranks_without_a_process_group_are_warned_of(environment, variab
 def test_a_single_process_is_not(environment, variables):
     environment(**variables)
     build()
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_nor_is_a_rank_whose_process_group_exists(environment, tmp_path):
-    environment(WORLD_SIZE="2", OMPI_COMM_WORLD_SIZE="2")
-    torch.distributed.init_process_group("gloo", init_method=(tmp_path / "group").as_uri(), rank=0, world_size=1)
-    try:
-        build()
-    finally:
-        torch.distributed.destroy_process_group()

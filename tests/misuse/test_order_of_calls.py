@@ -125,29 +125,6 @@ def test_a_checkpoint_loaders_step_is_silent(steps, evaluated):
     get_optimizer_state_dict(training.model, training.optimizer)
 
 
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_two_models_that_train_by_each_other_are_silent():
-    """A GAN: the generator's backward pass goes through the discriminator."""
-    torch.manual_seed(0)
-    models = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    preconditioners = [
-        natgrad.Preconditioner(model, optimizer=optimizer) for model, optimizer in zip(models, optimizers, strict=True)
-    ]
-    generator, discriminator = models
-    for _ in range(3):
-        noise, real = torch.randn(8, 3), torch.randn(8, 4)
-        optimizers[1].zero_grad()
-        (discriminator(real).square().mean() + discriminator(generator(noise).detach()).square().mean()).backward()
-        preconditioners[1].step()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        discriminator(generator(noise)).square().mean().backward()
-        preconditioners[0].step()
-        optimizers[0].step()
-        optimizers[1].zero_grad()
-
-
 def test_the_optimizer_does_not_keep_the_preconditioner_alive():
     training = Training()
     training.step()

@@ -132,16 +132,6 @@ def test_a_count_is_the_number_of_samples_of_an_ambiguous_batch():
     dense.assert_equal(actual, expected)
 
 
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_a_count_is_taken_in_steps_that_need_none_too():
-    model = Clouds(pools=False)
-    preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=10, inverses=10))
-    for _ in range(5):
-        model.zero_grad()
-        model(clouds()).square().mean().backward()
-        preconditioner.step(count=2)
-
-
 def test_auto_finds_tokens_before_it_asks_for_a_number_of_samples():
     class Sequences(nn.Module):
         def __init__(self):
@@ -156,11 +146,3 @@ def test_auto_finds_tokens_before_it_asks_for_a_number_of_samples():
     model([torch.randn(2, 4, 3), torch.randn(3, 4, 3)]).square().mean().backward()
     preconditioner.step()
     assert "tokens" in preconditioner.explain().note
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_tokens_need_no_number_of_samples():
-    model = Clouds(pools=False)
-    preconditioner = natgrad.Preconditioner(model, damping=0.05, reduction="tokens")
-    model(clouds()).square().mean().backward()
-    preconditioner.step()

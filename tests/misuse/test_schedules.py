@@ -33,12 +33,6 @@ def test_daso_that_is_told_of_no_epoch(options):
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-@pytest.mark.parametrize("options", [{"epochs": 90, "steps_per_epoch": 600}, {"steps_per_epoch": 2000}])
-def test_daso_that_counts_epochs_itself(options):
-    train(daso(**options), 1001)
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 def test_daso_that_is_told_of_epochs():
     averager = daso(epochs=90)
     train(averager, 900)
@@ -119,12 +113,6 @@ def test_hylo_that_is_told_of_no_epoch():
     assert "method='switch'" in str(found[0].message)
     assert "always chooses KID" in str(found[0].message)
     assert found[0].filename == __file__
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.HyLo(rank=2, method="kid")])
-def test_curvature_that_needs_no_epochs(curvature):
-    Preconditioned(curvature, at=998).train(3)
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")

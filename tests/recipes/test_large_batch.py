@@ -65,13 +65,6 @@ def test_a_row_carries_over_to_fewer_samples_and_other_epochs():
     assert row.steps_per_epoch == 16
 
 
-def test_warm_up_and_momentum_fit_into_a_quarter_of_a_short_training():
-    row = recipes.large_batch(8192, samples=16384, epochs=20)  # 40 steps
-    assert row.damping_steps == 10
-    assert row.momentum == pytest.approx(0.9)
-    assert row.learning_rate / (1 - row.momentum) == pytest.approx(1)
-
-
 @pytest.mark.parametrize(
     ("batch", "epochs", "power", "printed"),
     [(128, 4, 11 * math.sqrt(1024 / 10955), (11, 1, 53, 35)), (8192, 8, 1.0, (2.9, 3, 107.6, 100))],
@@ -94,19 +87,6 @@ def test_factors_are_of_as_many_samples_as_the_smallest_batch_of_the_table(batch
     model = nn.Linear(2, 2)
     preconditioner = row.build_preconditioner(model, row.build_optimizer(model))
     assert preconditioner.curvature.factor_decay == row.factor_decay
-
-
-def test_short_trainings_are_neither_mixed_nor_erased():
-    short, long = (recipes.large_batch(256, samples=4096, epochs=epochs) for epochs in (17, 18))
-    assert (short.mixup, short.erasing) == (0, 0)
-    assert (long.mixup, long.erasing) == (0.6, 0.5)
-    images, numbers = torch.rand(8, 3, 6, 6), torch.arange(8) % 3
-    for row, raw in ((short, True), (long, False)):
-        mixup, erasing = row.build_mixup(3), row.build_erasing()
-        mixup(images.flip(0), numbers.flip(0))
-        mixed, shares = mixup(images, numbers)
-        assert torch.equal(mixed, images) == torch.equal(shares, nn.functional.one_hot(numbers, 3).float()) == raw
-        assert torch.equal(erasing(images), images) == raw
 
 
 def test_training_with_all_parts_follows_the_equations_and_learns():

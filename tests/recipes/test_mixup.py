@@ -36,18 +36,6 @@ def test_every_step_mixes_with_the_mixture_before_it():
         before = expected
 
 
-def test_each_row_has_a_past_of_its_own_when_batches_are_ragged():
-    mixup = RunningMixup(1.0, classes=3)
-    past: list = []
-    for step, (inputs, numbers) in enumerate(batches([3, 2, 5, 1, 4])):
-        mixed, _ = mixup(inputs, numbers)
-        share = mixup.share(step)
-        rows = [share * x + (1 - share) * past[i] if i < len(past) else x for i, x in enumerate(inputs)]
-        assert len(mixed) == len(inputs)
-        assert torch.allclose(mixed, torch.stack(rows), rtol=1e-13)
-        past[: len(rows)] = rows
-
-
 def test_shares_are_beta_distributed():
     for alpha in (0.4, 1.0):
         mixup = RunningMixup(alpha)
@@ -114,11 +102,3 @@ def test_soft_labels_are_what_torch_smooths(smoothing):
     shares = soft_labels(numbers, 4, smoothing=smoothing, dtype=torch.float64)
     assert torch.allclose(cross_entropy(logits, shares), cross_entropy(logits, numbers, label_smoothing=smoothing))
     assert torch.allclose(shares[0], torch.tensor([1 - 0.75 * smoothing, *[smoothing / 4] * 3], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("wrong", [{"smoothing": -0.1}, {"smoothing": 1.1}])
-def test_wrong_smoothing_is_refused(wrong):
-    with pytest.raises(ValueError, match="smoothing"):
-        soft_labels(torch.zeros(2, dtype=torch.long), 3, **wrong)
-    with pytest.raises(ValueError, match="targets"):
-        soft_labels(torch.zeros(2), 3)

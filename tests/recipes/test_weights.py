@@ -42,16 +42,6 @@ def test_gradients_are_those_of_the_regularised_loss():
     assert decay.state_dict() == {"steps": 2}
 
 
-def test_a_resumed_decay_follows_its_schedule():
-    net = model()
-    decay = CenteredDecay(net, lambda step: 1.0 * step)
-    decay.load_state_dict({"steps": 3})
-    for parameter in net.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    decay.step()
-    assert torch.allclose(net[4].weight.grad, 3 * net[4].weight)
-
-
 def test_what_has_no_gradient_is_left_alone_and_tied_weights_decay_once():
     first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     second.weight = first.weight
@@ -85,12 +75,3 @@ def test_linear_and_convolutional_weights_get_their_norm_and_nothing_else_change
             expected = math.sqrt(2 * channels[name]) * expected / (expected.norm() + 1e-9)
             assert parameter.norm().item() == pytest.approx(math.sqrt(2 * channels[name]))
         assert torch.allclose(parameter, expected, rtol=1e-13), name
-
-
-def test_frozen_weights_and_models_without_any_stay():
-    layer = nn.Linear(3, 2)
-    layer.weight.requires_grad_(False)
-    before = layer.weight.clone()
-    WeightRescaling(layer).step()
-    assert torch.equal(layer.weight, before)
-    WeightRescaling(nn.LayerNorm(3)).step()

@@ -14,12 +14,10 @@ from typer.testing import CliRunner
 
 from natgrad import NatgradWarning
 from natgrad.cli import app
-from natgrad.training import run
-from natgrad.training.compare import Comparison, compare
 from natgrad.training.files import FileError, claimed
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
-from natgrad.training.result import append_point, read_points
+from natgrad.training.result import read_points
 from natgrad.training.run import Output, read_job, saved_step, train
 
 JOB = Job(task="tabular", optimizer="sgd", learning_rate=0.1, steps=7)
@@ -67,14 +65,6 @@ def test_checkpoints_of_other_runs_and_copies_are_neither_loaded_nor_deleted(tmp
     assert sorted(path.name for path in (own / "checkpoints").iterdir()) == [*names, "step-99 (copy)"]
 
 
-def test_a_copied_folder_is_resumed(tmp_path):
-    train(JOB, Output(folder=tmp_path / "run"))
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    result = train(replace(JOB, steps=14), Output(folder=tmp_path / "copy"), resume=True)
-    assert [point.step for point in result.points] == [7, 14]
-    assert saved_step(tmp_path / "run") == 7
-
-
 class KilledError(BaseException):
     """Stands for a kill: nothing catches it."""
 
@@ -105,14 +95,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_afresh(tmp_path, monkey
     assert saved_step(tmp_path) == 7
 
 
-def test_the_same_command_does_not_repeat_a_run_with_a_checkpoint(tmp_path):
-    train(JOB, Output(folder=tmp_path))
-    before = contents(tmp_path)
-    with pytest.raises(ValueError, match="a folder without a run"):
-        train(JOB, Output(folder=tmp_path))
-    assert contents(tmp_path) == before
-
-
 IN_USE = "a folder that no other process uses"
 
 
@@ -134,13 +116,6 @@ def test_a_second_process_is_refused_until_the_first_one_is_killed(tmp_path):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     train(replace(JOB, steps=14), Output(folder=tmp_path), resume=True)
-
-
-def test_a_comparison_locks_its_folder_too(tmp_path):
-    comparison = Comparison(task_names=("tabular",), optimizers=("sgd",), seeds=1, steps=1)
-    with claimed(tmp_path, "out"), pytest.raises(ValueError, match=IN_USE):
-        compare(comparison, tmp_path, lambda *progress: None)
-    assert not (tmp_path / "runs.jsonl").exists()
 
 
 def hold(lock, connection):
@@ -212,29 +187,6 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing_lock(errno.ENOLCK))
     with pytest.warns(NatgradWarning, match="has no locks: make sure"), claimed(tmp_path / "run", "out"):
         assert (tmp_path / "run").is_dir()
-
-
-def test_points_that_could_not_be_written_are_written_later(tmp_path, monkeypatch):
-    points = []
-
-    def append(path, point):
-        points.append(point)
-        if len(points) == 1:
-            raise OSError(errno.ENOSPC, "no space")
-        append_point(path, point)
-
-    monkeypatch.setattr(run, "append_point", append)
-    with pytest.warns(NatgradWarning, match=r"metrics\.jsonl could not be written: .* tried again later"):
-        train(replace(JOB, steps=21), Output(folder=tmp_path))
-    assert steps(tmp_path) == [7, 14, 21]
-
-
-def test_a_point_that_natgrad_did_not_write_is_named_with_its_line(tmp_path):
-    train(JOB, Output(folder=tmp_path))
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(file.read_text() + '{"epoch": 2}\n')
-    with pytest.raises(FileError, match=r"metrics\.jsonl, line 2: "):
-        read_points(file)
 
 
 def test_a_configuration_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

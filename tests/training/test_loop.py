@@ -104,14 +104,6 @@ def test_a_divergence_ends_the_run_and_keeps_what_came_before():
     assert not saved
 
 
-def test_the_preconditioner_reports_its_share():
-    result = training(Job(task="tabular", steps=4, **KFAC)).run()
-    assert 0 < result.points[-1].share < 1
-    assert result.preconditioner["factor_updates"] == 4
-    assert result.traffic["factors"] == 0
-    assert training(Job(task="tabular", optimizer="adamw", steps=4)).run().points[-1].share == 0
-
-
 def test_checkpoints_are_spaced_in_time_and_the_end_has_one():
     rare, frequent = [], []
     training(Job(task="tabular", epochs=3), save=lambda run: rare.append(run.position.step)).run()
@@ -139,18 +131,3 @@ def test_a_long_pass_is_interrupted_for_a_first_checkpoint_that_changes_nothing(
     resumed.load_state_dict(state)
     assert [point.loss for point in resumed.run().points] == [point.loss for point in expected.points]
     assert torch.equal(parameters(resumed), parameters(straight))
-
-
-@pytest.mark.parametrize("steps_of_an_epoch", [1, 2, 3, 7])
-def test_the_first_checkpoint_comes_within_five_minutes_of_slow_steps(monkeypatch, steps_of_an_epoch):
-    """Steps of a minute, whatever the length of an epoch and the user's time between checkpoints."""
-    now, saved = [0.0], []
-    monkeypatch.setattr("natgrad.training.loop.perf_counter", lambda: now[0])
-
-    def stop():
-        now[0] += 60.0
-        return bool(saved)
-
-    job = Job(task="tabular", batch_size=448 // steps_of_an_epoch, steps=70)
-    training(job, stop=stop, save=lambda run: saved.append(now[0]), save_seconds=3600.0).run()
-    assert saved[0] <= 300.0

@@ -130,11 +130,3 @@ def test_a_list_of_digests_with_other_files(tmp_path, refused, name):
     file = path / "SHA256SUMS"
     file.write_text(file.read_text().replace("rank-0.safetensors", name))
     refused(path, "SHA256SUMS is damaged")
-
-
-def test_an_old_index_does_not_replace_the_digests(tmp_path, refused):
-    checkpoint.save(tmp_path, 1, STATE)
-    path = checkpoint.latest(tmp_path)
-    (path / ".metadata").write_bytes(harms(refused.target)["os.system"])
-    assert checkpoint.load(path)["progress"] == "text"
-    assert not refused.target.exists()

@@ -53,26 +53,6 @@ def test_muon_takes_the_hidden_matrices_alone():
     assert {id(each) for each in others} == trained - {id(net.hidden.weight)}
 
 
-def test_muon_does_what_its_two_parts_do_apart():
-    torch.manual_seed(0)
-    joint, apart = Net(), Net()
-    apart.load_state_dict(joint.state_dict())
-    one = optimizers.build("muon", joint, 0.02, {"momentum": 0.9})
-    matrices, others = optimizers.split_for_muon(apart)
-    two = [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=0.02, weight_decay=0.01),
-    ]
-    for _ in range(3):
-        gradients(joint)
-        one.step()
-        gradients(apart)
-        for part in two:
-            part.step()
-    for first, second in zip(joint.parameters(), apart.parameters(), strict=True):
-        assert torch.equal(first, second)
-
-
 def test_muon_resumes_from_its_state_and_follows_its_learning_rate():
     torch.manual_seed(0)
     net = Net()

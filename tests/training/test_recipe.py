@@ -14,7 +14,6 @@ from natgrad.training import checkpoint
 from natgrad.training.display import Silent
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
-from natgrad.training.recipe import passes
 from natgrad.training.world import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -107,20 +106,6 @@ def test_resolving_says_what_the_recipe_decides_and_keeps_what_is_given():
     assert (own.learning_rate, own.form, own.fisher) == (0.01, "eigen", "sampled")
     by_steps = replace(JOB, epochs=None, steps=2 * row.steps_per_epoch).resolved()
     assert (by_steps.learning_rate, by_steps.options) == (job.learning_rate, job.options)
-
-
-@pytest.mark.parametrize(
-    ("batch", "workers", "expected"), [(64, 1, 1), (128, 1, 1), (256, 1, 2), (1024, 2, 4), (390, 1, 5), (127, 2, 1)]
-)
-def test_larger_batches_take_more_passes(batch, workers, expected):
-    assert passes(replace(JOB, batch_size=batch, workers=workers)) == expected
-
-
-def test_recipes_are_for_images():
-    with pytest.raises(ValueError, match="recipe='large-batch'"):
-        Job(task="tabular", recipe="large-batch")
-    with pytest.raises(ValueError, match="recipe='small'"):
-        Job(task="digits", recipe="small")
 
 
 def test_the_command_accumulates_and_refuses_what_the_recipe_decides(tmp_path):

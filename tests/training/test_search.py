@@ -48,15 +48,6 @@ def test_the_least_loss_wins_and_every_trial_is_logged():
     assert {"learning_rate", "status", "loss", "metric", "seconds"} == set(found.log[0])
 
 
-def test_equal_metrics_are_told_apart_by_the_loss():
-    found = run_search(
-        lambda job: result(job.learning_rate, 0.9 if job.learning_rate > 0.02 else 0.8),
-        objective="metric",
-        higher_is_better=True,
-    )
-    assert found.best == {"learning_rate": 0.0316}
-
-
 def test_a_diverged_trial_never_wins():
     found = run_search(lambda job: result(-1.0, 0.0, "diverged") if job.learning_rate > 0.5 else result(1.0, 0.0))
     assert found.best["learning_rate"] < 0.5

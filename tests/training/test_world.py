@@ -23,13 +23,6 @@ def test_ranks_with_a_device_each_may_start(monkeypatch, gpus, device):
     assert check_devices(device, 2) is None
 
 
-def test_under_an_outer_launcher_only_the_ranks_of_this_machine_count(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert check_devices("auto", 8) is None
-
-
 def test_nodes_beyond_the_machines_are_called_emulated(monkeypatch):
     assert machines(4) == 1
     assert describe(2, 4) == "2 emulated nodes"
