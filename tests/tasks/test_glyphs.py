@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Generator, Tensor
+from torch.nn import functional
 
 from natgrad import tasks
 from natgrad.errors import NatgradError
@@ -28,6 +29,24 @@ def test_every_character_of_every_font_differs_from_the_others_and_fits_its_sten
     assert not shapes[:, :, frame].any()
     distances = torch.cdist(shapes.flatten(2), shapes.flatten(2), p=1) + 1e9 * torch.eye(36)
     assert distances.min() > 20  # pixels of ink
+
+
+@pytest.fixture
+def upright(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Place every stencil untouched in the middle."""
+    monkeypatch.setattr(glyphs, "SCALE", (1.0, 1.0))
+    monkeypatch.setattr(glyphs, "TILT", 0.0)
+    monkeypatch.setattr(glyphs, "SHIFT", 0.0)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("upright")
+def test_labels_say_which_character_is_drawn() -> None:
+    black = torch.zeros(1, 3, 64, 64)
+    images, labels = glyphs.render(("DejaVuSans-Bold",), black, 200, Generator().manual_seed(0))
+    expected = functional.avg_pool2d(glyphs.stencils(("DejaVuSans-Bold",))[0], 2)[labels]
+    coverage = images.amax(dim=1) / images.amax(dim=(1, 2, 3))[:, None, None] * expected.amax(dim=(1, 2))[:, None, None]
+    torch.testing.assert_close(coverage, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
