@@ -1,7 +1,5 @@
 """Schedules that wait for epochs which nobody ends, or that are told epochs of another length."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -18,26 +16,6 @@ def daso(**options):
 def train(averager, steps):
     for _ in range(steps):
         averager.step()
-
-
-@pytest.mark.parametrize("options", [{"epochs": 90}, {"warmup_epochs": 2}, {}])
-def test_daso_that_is_told_of_no_epoch(options):
-    averager = daso(**options)
-    train(averager, 999)
-    with pytest.warns(natgrad.NatgradWarning, match="in its first epoch") as found:
-        train(averager, 1001)
-    assert len(found) == 1
-    assert "next_epoch()" in str(found[0].message)
-    assert "steps_per_epoch=" in str(found[0].message)
-    assert found[0].filename == __file__
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-def test_daso_that_is_told_of_epochs():
-    averager = daso(epochs=90)
-    train(averager, 900)
-    averager.next_epoch()
-    train(averager, 1100)
 
 
 @pytest.mark.parametrize(
@@ -66,23 +44,6 @@ def test_batches_between_that_no_epoch_has(options, told):
 )
 def test_batches_between_that_fit(options):
     assert daso(steps_per_epoch=48, **options) is not None
-
-
-@pytest.mark.parametrize(
-    ("between", "wait", "told"), [(4, 0, "was sent"), (2, 2, "was merged"), (2, 1, None), (3, 0, None)]
-)
-def test_epochs_too_short_for_a_message(between, wait, told):
-    """Known when the first ends."""
-    averager = daso(batches_between=between, batches_to_wait=wait)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            train(averager, 3)
-            averager.next_epoch()
-    assert len(found) == (told is not None)
-    if told is not None:
-        assert told in str(found[0].message)
-        assert f"batches_between={between}" in str(found[0].message)
 
 
 class Preconditioned:
