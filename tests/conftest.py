@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from natgrad.versions import SEES_COMPILED
+from natgrad.capture.compiled import SEES_COMPILED
 from tests import device, thinning
 
 

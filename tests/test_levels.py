@@ -16,7 +16,7 @@ import natgrad
 ROOT = Path(natgrad.__file__).parent
 MOST = 10
 # Modules of the first level, beside which no package stands.
-SHARED = {"errors", "printed", "schedule", "specs", "versions"}
+SHARED = {"errors", "printed", "schedule", "specs"}
 FILES = {
     ".".join(("natgrad", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))

@@ -1,4 +1,8 @@
-"""Approximations of a layer's Fisher block, one file per method. Nothing here communicates."""
+"""Approximations of a layer's Fisher block, one file per method, and their names. Nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from natgrad.curvature.base import Curvature
 from natgrad.curvature.ekfac import EKFAC
@@ -7,5 +11,41 @@ from natgrad.curvature.rank_one import RankOne
 from natgrad.curvature.rows import SNGD, HyLo
 from natgrad.curvature.spectral import Spectral
 from natgrad.curvature.unitwise import UnitWise
+from natgrad.errors import require
 
 __all__ = ["EKFAC", "KFAC", "SNGD", "Curvature", "HyLo", "RankOne", "Spectral", "UnitWise"]
+
+# Those that support linear layers and convolutions and have defaults for everything, by their names.
+BY_NAME: dict[str, Callable[..., Curvature]] = {
+    "kfac": KFAC,
+    "ekfac": EKFAC,
+    "sngd": SNGD,
+    "hylo": HyLo,
+    "rank-one": RankOne,
+}
+
+
+_ALLOWED = f"a Curvature such as natgrad.KFAC(), one of the names {', '.join(BY_NAME)}, or None"
+
+
+def resolve_curvature(curvature: object) -> Curvature | dict[str, Curvature | None]:
+    """Return the argument `curvature` of `natgrad.Preconditioner` with names resolved; None becomes ``KFAC()``.
+
+    Raises:
+        ValueError: if it, or a value of the mapping, is not allowed.
+    """
+    if not isinstance(curvature, Mapping):
+        return _resolve("curvature", curvature, f"{_ALLOWED}, or a mapping of patterns to these") or KFAC()
+    for pattern in curvature:
+        require(isinstance(pattern, str), "curvature", pattern, "a mapping whose keys are fnmatch patterns (str)")
+    return {pattern: _resolve(f"curvature[{pattern!r}]", own, _ALLOWED) for pattern, own in curvature.items()}
+
+
+def _resolve(name: str, curvature: object, allowed: str) -> Curvature | None:
+    if isinstance(curvature, str) and curvature in BY_NAME:
+        return BY_NAME[curvature]()
+    is_optimizer = isinstance(curvature, str) and curvature == "kbfgs"
+    require(not is_optimizer, name, curvature, "a curvature: K-BFGS is an optimizer, natgrad.KBFGS(model, lr=...)")
+    require(curvature is None or isinstance(curvature, Curvature), name, curvature, allowed)
+    assert curvature is None or isinstance(curvature, Curvature)
+    return curvature

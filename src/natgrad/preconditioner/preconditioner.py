@@ -17,13 +17,11 @@ from torch.utils._pytree import tree_map
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.counts import DEFAULT_REDUCTION, Count, Reduction, Reductions
-from natgrad.capture.ddp import listen
 from natgrad.capture.hooks import Hooks
-from natgrad.capture.pipelined import BucketedStatistics
+from natgrad.capture.pipelined import BucketedStatistics, listen
 from natgrad.capture.sampled import LabelSampler
 from natgrad.capture.sums import RowBuffer, StatisticsBuffer, of_sides
-from natgrad.curvature import Curvature
-from natgrad.curvature.names import resolve_curvature
+from natgrad.curvature import Curvature, resolve_curvature
 from natgrad.damping import ByKind, Damping, default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.communicator import is_lost

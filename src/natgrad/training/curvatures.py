@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from natgrad.curvature import Curvature
-from natgrad.curvature.names import BY_NAME
+from natgrad.curvature import BY_NAME, Curvature
 from natgrad.errors import ArgumentError, require
 from natgrad.refresh import Adaptive, DriftRule, Refresh, RefreshRule, TraceRule
 

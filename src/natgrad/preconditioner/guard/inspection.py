@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from natgrad.capture.compiled import BLIND
 from natgrad.capture.sums import StatisticsBuffer
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import local, own_rows
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
 from natgrad.state.block_group import BlockGroup, LayerBlocks
-from natgrad.versions import BLIND
 
 _MISUSED = "its weight serves more than lookups"
 _UNCALLED = "its forward was never called"
