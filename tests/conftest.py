@@ -50,10 +50,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Seed the generators, so that no test depends on those before it."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    """Seed the generators by NATGRAD_TEST_SEED (default 0), so that no test depends on those before it."""
+    seed = int(os.environ.get("NATGRAD_TEST_SEED", "0"))
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)
