@@ -98,24 +98,6 @@ def test_two_heads_whose_losses_are_differentiated_one_by_one():
         torch.testing.assert_close(found[1][name], found[0][name])
 
 
-@pytest.mark.parametrize("interval", [1, 5])
-def test_gradients_written_through_data_are_preconditioned(interval):
-    """Their version counters tell nothing."""
-    model = network()
-    preconditioner = precondition(model, factors=interval, inverses=interval, kl_clip=None)
-    differentiate(preconditioner, model, 0)
-    preconditioner.step()
-    for step in range(1, 7):
-        x, y = batch(step)
-        raw = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), raw, strict=True):
-            parameter.grad.data.copy_(gradient)
-        preconditioner.step()
-        assert not any(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), raw, strict=True))
-        assert preconditioner.metrics()["step"] == step + 1
-    assert preconditioner.metrics()["factor_updates"] == (7 if interval == 1 else 2)
-
-
 @pytest.mark.parametrize("curvature", FISHERS)
 def test_activations_in_place(curvature):
     """After a linear layer with positions too, whose output is a view: an operation in place drops the hooks of it."""
@@ -129,18 +111,6 @@ def test_activations_in_place(curvature):
         results.append({"gradients": gradients(model), "blocks": blocks(preconditioner)})
     assert float(results[0]["blocks"]["0.weight"]["weight"]) > 0
     assert_same(*results)
-
-
-def test_one_optimizer_of_two_must_be_of_one_model():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer)
-    with pytest.raises(ValueError, match="the one that the preconditioner was given"):
-        natgrad.PreconditionedOptimizer(torch.optim.Adam(model.parameters()), preconditioner)
-    preconditioner.detach()
-    unknown = natgrad.Preconditioner(model)
-    with pytest.raises(ValueError, match="one of the preconditioner's model"):
-        natgrad.PreconditionedOptimizer(torch.optim.Adam(nn.Linear(2, 2).parameters()), unknown)
 
 
 def test_a_first_step_of_a_warm_up_is_no_loaders_step():

@@ -69,40 +69,6 @@ def test_what_is_changed_later_is_as_if_changed_before(change):
         torch.testing.assert_close(actual, wanted, rtol=1e-8, atol=1e-12)
 
 
-class Fork(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
-
-    def forward(self, x, *, left):
-        return self.left(x) if left else self.right(x)
-
-
-def test_a_step_that_uses_no_sampled_layer():
-    model = Fork()
-    curvature = {"left": natgrad.KFAC(**SAMPLED), "right": natgrad.KFAC()}
-    preconditioner = natgrad.Preconditioner(model, curvature)
-    for left in (True, False, True):
-        model.zero_grad()
-        outputs = model(torch.randn(5, 3), left=left)
-        preconditioner.backward(cross_entropy(outputs, torch.randint(4, (5,))), outputs)
-        preconditioner.step()
-    assert preconditioner.metrics()["factor_updates"] == 3
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_an_empty_batch_with_sampled_labels(sharing):
-    model = nn.Linear(3, 4)
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**SAMPLED, sharing=sharing))
-    for samples in (5, 0, 5):
-        model.zero_grad()
-        outputs = model(torch.randn(samples, 3))
-        loss = cross_entropy(outputs, torch.randint(4, (samples,)), reduction="sum")
-        preconditioner.backward(loss, outputs)
-        preconditioner.step()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
 def train_a_step(model, preconditioner, step):
     x = torch.randn(9, 4, generator=torch.Generator().manual_seed(step)).double()
     model.zero_grad()
@@ -136,22 +102,6 @@ def test_the_state_between_a_change_and_the_next_step_is_that_of_the_model_as_it
             for p, q in zip(model.parameters(), others.parameters(), strict=True)
             if p.requires_grad
         )
-
-
-def test_a_group_added_later_is_clipped_with_its_own_rate():
-    def run(split):
-        model = network()
-        head = list(model[4].parameters())
-        rest = [parameter for parameter in model.parameters() if all(parameter is not one for one in head)]
-        groups = [{"params": rest}] if split else [{"params": rest}, {"params": head, "lr": 0.3}]
-        optimizer = torch.optim.SGD(groups, lr=0.1)
-        preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.1, kl_clip=1e-6)
-        if split:
-            optimizer.add_param_group({"params": head, "lr": 0.3})
-        train(model, range(3), optimizer=optimizer, preconditioner=preconditioner)
-        return model.state_dict()
-
-    assert_same(run(split=True), run(split=False))
 
 
 def swap_layer(model):

@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -154,35 +153,10 @@ def test_reentrant_checkpoints_are_refused(way, curvature):
         train(network(sequential(way)), curvature)
 
 
-def test_natural_muon_moves_recomputed_layers_as_others():
-    plain, recomputed = network(dropout=0.5), network(PLAIN, 0.5)
-    for model in (plain, recomputed):
-        optimizer = natgrad.NaturalMuon(model, interval=2, heads=["exit"], accumulation="sum")
-        for step in range(4):
-            torch.manual_seed(step)
-            x, y = torch.randn(2, 6, 5, 3, dtype=torch.float64), torch.randint(3, (2, 6))
-            optimizer.zero_grad()
-            for micro_batch in range(2):
-                cross_entropy(model(x[micro_batch]), y[micro_batch]).backward()
-            optimizer.step()
-    assert_same(recomputed.state_dict(), plain.state_dict())
-
-
 def test_selective_checkpoints_know_no_sampled_fisher():
     """PyTorch's own limit, which a later version may lift."""
     with pytest.raises(RuntimeError, match="only allowed to backward once"):
         train(network(selective), SAMPLED)
-
-
-@pytest.mark.parametrize("curvature", FISHERS)
-def test_wrapped_blocks_keep_their_names(curvature):
-    expected, before = train(network(), curvature)
-    model = network()
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-    actual, after = train(model, curvature)
-    assert_same(actual, expected)
-    assert after.state_dict()["blocks"].keys() == before.state_dict()["blocks"].keys()
 
 
 @pytest.mark.parametrize("curvature", FISHERS)
@@ -198,17 +172,3 @@ def test_natgrad_keeps_no_activations_of_checkpoints(curvature):
         return len({one.data_ptr() for one in tensors if one.untyped_storage().nbytes() >= one.nbytes})
 
     assert kept(covered=True) == kept(covered=False)
-
-
-def test_recomputation_for_another_pass():
-    """Two losses of one forward pass: each recomputes its blocks, and together they are one sum."""
-    models = [network(way) for way in (None, PLAIN)]
-    for model in models:
-        preconditioner = natgrad.Preconditioner(model, damping=0.1)
-        torch.manual_seed(1)
-        outputs = model(torch.randn(6, 5, 3, dtype=torch.float64))
-        outputs.square().mean().backward(retain_graph=True)
-        outputs.exp().mean().backward()
-        preconditioner.step()
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)

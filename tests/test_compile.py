@@ -198,19 +198,6 @@ def test_the_batch_size_of_a_compiled_model(curvature):
     assert counts[1] == counts[-1]
 
 
-@pytest.mark.parametrize("curvature", FISHERS)
-def test_a_compiled_method_knows_no_batch_size(curvature):
-    """The layer nearest to the loss decides, not what the model was called with last."""
-    plain, model = Frames().double(), Frames().double()
-    expected = Training(plain, lambda x: plain({"x": x}), curvature=curvature).steps(3)
-    training = Training(model, torch.compile(model.predict, backend="aot_eager", fullgraph=True), curvature=curvature)
-    with torch.no_grad():
-        model({"x": batch(9, samples=1)[0]})
-    with pytest.warns(natgrad.NatgradWarning, match="does not know the batch size"):
-        training.steps(3)
-    assert_same(model.state_dict(), expected)
-
-
 @pytest.mark.parametrize("way", [wrapped_before, pytest.param(in_place, marks=pytest.mark.slow), blocks_only])
 def test_nothing_is_compiled_anew(way):
     """Statistics are due at every second step only, and the batch shrinks and grows."""
@@ -225,23 +212,6 @@ def test_nothing_is_compiled_anew(way):
     for step in range(2, 10):
         training.step(step, 6 + step % 3)
     assert counter.frame_count == compiled
-
-
-@pytest.mark.slow
-def test_a_layer_frozen_later_is_compiled_anew_once():
-    plain, model = network(), network()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    trainings = Training(plain, plain), Training(model, torch.compile(model, backend=counter, fullgraph=True))
-    counts = []
-    for step in range(8):
-        for training in trainings:
-            if step == 2:
-                training.model.blocks[0].linear.requires_grad_(False)
-            training.step(step)
-        counts.append(counter.frame_count)
-    assert_same(model.state_dict(), plain.state_dict())
-    assert counts[0] == counts[1]
-    assert counts[4] == counts[-1]
 
 
 def test_evaluation_of_a_compiled_model():
@@ -267,16 +237,6 @@ def test_attacks_on_a_compiled_model_are_not_counted():
         torch.autograd.grad(cross_entropy(training.called(x), y), x)
         training.step(step)
     assert_same(model.state_dict(), expected)
-
-
-def test_a_model_with_hooks_is_exported_without_them():
-    model = network().eval()
-    x = batch(0)[0]
-    expected = model(x)
-    natgrad.Preconditioner(model)
-    program = torch.export.export(model, (x,))
-    assert "natgrad" not in str(program.graph)
-    torch.testing.assert_close(program.module()(x), expected)
 
 
 COMPILED = {"backend": "aot_eager", "fullgraph": True}

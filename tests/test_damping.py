@@ -112,17 +112,3 @@ def test_norm_layers_against_the_dense_fisher():
         expected = torch.linalg.solve(F, rows.mean(0))
         actual = torch.stack([found[0]["norm.weight"][channel], found[0]["norm.bias"][channel]])
         dense.assert_equal({"norm": actual}, {"norm": expected})
-
-
-def test_a_factor_reaches_renewals_in_the_background():
-    options = {"placement": "background", "refresh": natgrad.Refresh(factors=1, inverses=1)}
-    curvature = natgrad.KFAC(form="inverse")
-    found, _ = natural(ByKind(0.2, layers={"*": 2.0}), curvature, steps=5, **options)
-    expected, _ = natural(0.4, curvature, steps=5, **options)
-    dense.assert_equal(found[-1], expected[-1])
-
-
-def test_a_step_verifies_with_factors():
-    _, preconditioner = natural(ByKind(0.2, norms=0.1, layers={"last": 3.0}), natgrad.KFAC())
-    x = torch.randn(6, 3, dtype=torch.float64)
-    assert preconditioner.verify(x, lambda model, x: model(x).pow(2).sum(1).mean()).worst < 1e-12

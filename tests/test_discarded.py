@@ -76,31 +76,6 @@ def test_the_first_pass_of_sharpness_aware_minimization_counts_for_nothing(curva
     assert_same(results[1], results[0], 0)
 
 
-@pytest.mark.parametrize("way", ["torch.autograd.grad", "one forward pass"])
-def test_gradients_that_are_added_by_hand_are_not_thrown_away(way):
-    """Though ``.grad`` is None before the second pass, as it is where gradients of several tasks are reconciled."""
-    results = []
-    for by_hand in (False, True):
-        model = network()
-        preconditioner = precondition(model, kl_clip=None)
-        parameters, found = list(model.parameters()), []
-        outputs = model(batch(0)[0])
-        others = outputs if way == "one forward pass" else model(batch(1)[0])
-        for loss in (outputs.square().sum(1).mean() / 2, others.exp().sum(1).mean() / 2):
-            if by_hand and way == "torch.autograd.grad":
-                found.append(torch.autograd.grad(loss, parameters))
-                continue
-            loss.backward(retain_graph=True)
-            if by_hand:
-                found.append([parameter.grad for parameter in parameters])
-                model.zero_grad()
-        for parameter, *own in zip(parameters, *found, strict=True) if by_hand else ():
-            parameter.grad = sum(own)
-        preconditioner.step()
-        results.append({"gradients": gradients(model), "blocks": blocks(preconditioner)})
-    assert_same(*results)
-
-
 def step_after(thrown):
     """Train; before the last step a pass may come whose gradients are thrown away, and no other."""
     model = network()
@@ -121,32 +96,3 @@ def step_after(thrown):
 
 def test_a_step_after_a_pass_that_was_thrown_away():
     assert_same(step_after(thrown=True), step_after(thrown=False), 0)
-
-
-def watched(curvature):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, natgrad.Preconditioner(model, curvature, optimizer=optimizer, damping=0.1)
-
-
-def test_a_step_asks_no_sampled_labels_of_a_pass_that_was_thrown_away():
-    model, optimizer, preconditioner = watched(natgrad.KFAC(fisher="sampled", likelihood="categorical"))
-    inputs, targets = batch(0)
-    cross_entropy(model(inputs), targets).backward()
-    optimizer.zero_grad()
-    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
-        preconditioner.step()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("discard", [False, True])
-def test_a_pass_counts_that_has_left_gradients_to_the_optimizer_alone(discard):
-    model, _, preconditioner = watched({"0": natgrad.KFAC()})
-    inputs, targets = batch(0)
-    cross_entropy(model(inputs), targets).backward()
-    model[0].weight.grad = model[0].bias.grad = None
-    if discard:
-        preconditioner.discard()
-    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass") if discard else nullcontext():
-        preconditioner.step()
-    assert (preconditioner._progress.last_factors is None) == discard

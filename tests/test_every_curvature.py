@@ -158,15 +158,6 @@ def test_a_step_before_any_pass_is_harmless(make):
     assert training.step(batch(0)) > 0
 
 
-@every
-def test_it_tells_what_it_is(make):
-    training = Training(make)
-    training.step(batch(0))
-    assert type(training.preconditioner.curvature).__name__ in repr(training.preconditioner.curvature)
-    assert "head.weight" in str(training.preconditioner.explain())
-    assert training.preconditioner.metrics()["step"] == 1
-
-
 @pytest.mark.parametrize("make", [make for name, make in EVERY.items() if name != "rank one"])
 def test_arguments_are_checked(make):
     for wrong in ({"fisher": "exact"}, {"fisher": "sampled"}, {"likelihood": "categorical"}):
@@ -181,18 +172,6 @@ def test_a_model_in_bfloat16(make):
         training.step(batch(step, dtype=torch.bfloat16))
     gradients = training.gradients.values()
     assert all(gradient.isfinite().all() and gradient.dtype == torch.bfloat16 for gradient in gradients)
-
-
-@every
-def test_batches_of_other_sizes_and_of_none(make):
-    training = Training(make)
-    for step, samples in enumerate((12, 1, 5)):
-        training.step(batch(step, samples=samples))
-    training.precondition(batch(3, samples=0), reduction="sum")
-    if not isinstance(training.preconditioner.curvature, natgrad.Spectral):  # it has momentum
-        assert not any(gradient.any() for gradient in training.gradients.values())
-    training.step(batch(4))
-    assert all(parameter.isfinite().all() for parameter in training.model.parameters())
 
 
 @every

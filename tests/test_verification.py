@@ -140,15 +140,6 @@ def test_what_is_wrong_is_found(monkeypatch):
     assert report.worst >= rows["5"].factors
 
 
-def test_what_was_frozen_meanwhile():
-    model, _, preconditioner = training()
-    model[5].requires_grad_(False)
-    report = preconditioner.verify(batch(), loss_of)
-    assert report.worst < 1e-6
-    assert "5" not in {row.layer for row in report.rows}
-    assert {"0.weight", "7.weight"} <= preconditioner.state_dict()["blocks"].keys()
-
-
 @pytest.mark.compiles
 def test_a_compiled_model():
     model = network()
@@ -157,19 +148,6 @@ def test_a_compiled_model():
     for _ in range(2):
         assert preconditioner.verify(batch(), loss_of).worst < 1e-5
     assert loss_of(compiled, batch()).requires_grad
-
-
-def test_before_the_first_step():
-    model = network()
-    preconditioner = natgrad.Preconditioner(model)
-    assert preconditioner.verify(batch(), loss_of).worst < 1e-6
-    assert all(p.grad is None for p in model.parameters())
-    assert preconditioner.metrics()["factor_updates"] == 0
-
-
-def test_the_loss_is_not_scaled():
-    preconditioner = natgrad.Preconditioner(network(), scaler=torch.amp.GradScaler("cpu"))
-    assert preconditioner.verify(batch(), loss_of).worst < 1e-6
 
 
 def test_bad_losses():

@@ -2,14 +2,12 @@
 
 import copy
 import math
-import pickle
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import natgrad
 from tests.dense import reference as dense
@@ -220,25 +218,6 @@ def test_sampled_labels_as_with_linear_layers(reduction):
     dense.assert_equal(matrices(attn, lambda parameter: parameter.grad), expected)
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_have_the_forward_of_their_class(make):
-    model, plain, x = packed(), packed(), torch.randn(3, 5, 4).double()
-    preconditioner = natgrad.Preconditioner(model)
-    other = make(model)
-    other.in_proj_weight.data.mul_(2)
-    plain.in_proj_weight.data.mul_(2)
-    outputs = other(x, x, x)[0]
-    assert torch.equal(outputs, plain(x, x, x)[0])
-    outputs.square().mean().backward()
-    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):  # nothing of its own model's
-        preconditioner.step()
-    assert preconditioner.metrics()["factor_updates"] == 0
-    other.zero_grad()
-    solved = [one_step(SelfAttending(attn), x) for attn in (other, plain)]
-    for one, two in zip(solved[0][1], solved[1][1], strict=True):
-        torch.testing.assert_close(one, two)
-
-
 @pytest.mark.cpu
 def test_evaluation_keeps_the_fast_path(monkeypatch):
     attn, x, calls = packed(), torch.randn(3, 5, 4).double(), []
@@ -249,29 +228,6 @@ def test_evaluation_keeps_the_fast_path(monkeypatch):
     with torch.no_grad():
         attn(x, x, x)
     assert calls
-
-
-def test_a_torch_that_projects_otherwise_is_noticed(monkeypatch):
-    monkeypatch.setattr(nn.functional, "multi_head_attention_forward", lambda *args, **kwargs: None)
-    rows = natgrad.Preconditioner(nn.ModuleList([packed(), nn.Linear(2, 2)])).explain().rows
-    assert [row.parameter for row in rows if "version of torch" in row.reason] == [
-        f"0.{name}" for name, _ in packed().named_parameters()
-    ]
-
-
-class OwnForward(nn.MultiheadAttention):
-    """A subclass that does something else."""
-
-    def forward(self, x):
-        return super().forward(x, x, x)[0]
-
-
-def test_other_forwards_are_left_alone():
-    other = packed()
-    other.forward = lambda x: x
-    for attn, reason in ((OwnForward(4, 2), "forward of its own"), (other, "replaced")):
-        rows = natgrad.Preconditioner(nn.ModuleDict({"attn": attn, "linear": nn.Linear(2, 2)})).explain().rows
-        assert all(reason in row.reason for row in rows if row.parameter.startswith("attn"))
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 3, "vdim": 5}, {"add_bias_kv": True}, {"bias": False}])
@@ -289,62 +245,3 @@ def test_explain_has_a_row_for_each_part(options):
     assert "attn.bias_k" not in left or "linear map" in left["attn.bias_k"]
     assert sum(math.prod(shape) for shape in shapes.values()) == sum(p.numel() for p in model.parameters())
     assert len(preconditioner.state_dict()["blocks"]) == 3
-
-
-class Standing(Explicit):
-    """In the place of an `nn.MultiheadAttention`."""
-
-    def __init__(self, attn):
-        super().__init__(attn)
-        self.batch_first = attn.batch_first
-
-    def forward(self, *inputs, **options):
-        turned = [x if self.batch_first else x.transpose(0, 1) for x in inputs]
-        outputs = super().forward(*turned, torch.zeros(()))
-        return outputs if self.batch_first else outputs.transpose(0, 1), None
-
-
-class Translator(nn.Module):
-    """An encoder and a decoder layer; inputs are batch first whatever the layers' are."""
-
-    def __init__(self, batch_first, checkpointed):
-        super().__init__()
-        options = {"dim_feedforward": 6, "dropout": 0.0, "batch_first": batch_first}
-        self.encoder, self.decoder = (
-            nn.TransformerEncoderLayer(4, 2, **options),
-            nn.TransformerDecoderLayer(4, 2, **options),
-        )
-        self.batch_first, self.checkpointed = batch_first, checkpointed
-
-    def attentions(self):
-        parents = {"encoder": self.encoder, "decoder": self.decoder}
-        return {(parent, name): module for parent, layer in parents.items() for name, module in layer.named_children()
-                if isinstance(module, nn.MultiheadAttention)}  # fmt: skip
-
-    def forward(self, x):
-        x = x if self.batch_first else x.transpose(0, 1)
-        run = (lambda part, *args: checkpoint(part, *args, use_reentrant=False)) if self.checkpointed else None
-        memory = run(self.encoder, x) if run else self.encoder(x)
-        y = run(self.decoder, x, memory) if run else self.decoder(x, memory)
-        return y if self.batch_first else y.transpose(0, 1)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_transformer_layers_are_wholly_covered(batch_first, checkpointed, sharing):
-    torch.manual_seed(0)
-    model, x = Translator(batch_first, checkpointed).double(), torch.randn(3, 5, 4).double()
-    reference = dense.twin(model)
-    for (parent, name), attn in reference.attentions().items():
-        setattr(getattr(reference, parent), name, Standing(attn))
-    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing), damping=0.3)
-    left = [row.parameter for row in preconditioner.explain().rows if row.reason]
-    assert all("norm" in name for name in left)
-    (total_loss(model(x), 3) / 3).backward()
-    preconditioner.step()
-    rows = dense.capture(reference, lambda model: total_loss(model(x), 3))
-    expected = dense.KFAC(damping=0.3, sharing=sharing).step(rows)
-    for (parent, name), attn in model.attentions().items():
-        for part, V in matrices(attn, lambda parameter: parameter.grad).items():
-            torch.testing.assert_close(V, expected[f"{parent}.{name}.{part}"], rtol=1e-8, atol=1e-11)

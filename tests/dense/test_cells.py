@@ -1,9 +1,7 @@
 """Recurrent cells: their two projections, against linear layers that do the same."""
 
 import copy
-import pickle
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,31 +126,6 @@ def _with_batch(state):
     if state is None:
         return None
     return tuple(part[None] for part in state) if isinstance(state, tuple) else state[None]
-
-
-def one_step(model, x, run=None):
-    """The gradients after a step."""
-    preconditioner = natgrad.Preconditioner(model, damping=0.3)
-    run = model if run is None else run
-    (total_loss(run(x, None), len(x)) / len(x)).backward()
-    preconditioner.step()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("kind", list(CELLS))
-def test_cells_compiled_and_copied(kind):
-    torch.manual_seed(0)
-    x, model = torch.randn(3, 3, 2).double(), Unrolled(make_cell(kind, 2, 3))
-    plain, traced = copy.deepcopy(model), copy.deepcopy(model)
-    expected = one_step(model, x)
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    copied.zero_grad()
-    torch._dynamo.reset()
-    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True)
-    for other, run in ((plain, None), (copied, None), (traced, compiled)):
-        for one, two in zip(one_step(other, x, run), expected, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
 
 
 def test_explain_names_both_projections_and_what_hides_them():

@@ -48,44 +48,6 @@ def test_other_layers(layer, shape, sharing):
     assert_corrected(nn.Sequential(layer, nn.Tanh()).double(), batches, {"sharing": sharing})
 
 
-def once(model, x, curvature, samples):
-    """What a preconditioner keeps of the first layer after two captures of the same batch, and the layer's rows."""
-    preconditioner = natgrad.Preconditioner(model, curvature, refresh=ONCE)
-    for _ in range(2):
-        model.zero_grad()
-        (total_loss(model(x), samples) / samples).backward()
-        preconditioner.step()
-    rows = dense.capture(dense.twin(model), lambda model: total_loss(model(x), samples))
-    return dense_ekfac.blocks(preconditioner, "0"), rows["0"]
-
-
-@pytest.mark.parametrize("most", [2, 3, 6])
-def test_wide_sides(most):
-    """What is kept of a factor has the eigenvectors of the whole in part, or unit vectors."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
-    x = torch.randn(4, 3, 6).double()
-    own, rows = once(model, x, natgrad.EKFAC(max_factor_size=most), 4)
-    Q = [whole(own.get(name), size) for name, size in (("QA", 7), ("QG", 5))]
-    S = (own["S"] / own["s"][:, :, None])[0]
-    gradients = torch.einsum("bto,bti->boi", rows.g[0], rows.a[0])
-    expected = (Q[1].mT @ gradients @ Q[0]).square().mean(0)
-    torch.testing.assert_close(S, expected, rtol=1e-9, atol=1e-12)
-    preconditioner = natgrad.Preconditioner(model, natgrad.EKFAC(max_factor_size=most), refresh=ONCE, damping=0.3)
-    for _ in range(2):
-        model.zero_grad()
-        (total_loss(model(x), 4) / 4).backward()
-        W = dense.gradients(model)["0"][0]
-        preconditioner.step()
-    V = Q[1] @ ((Q[1].mT @ W @ Q[0]) / (expected + 0.3)) @ Q[0].mT
-    torch.testing.assert_close(dense.gradients(model)["0"][0], V, rtol=1e-9, atol=1e-12)
-
-
-def whole(Q, size):
-    """The eigenvectors of a side as a matrix [d, k]."""
-    return torch.eye(size).double() if Q is None else Q[0]
-
-
 class Unrolled(nn.Module):
     """One linear layer three times, each time on what it has made."""
 

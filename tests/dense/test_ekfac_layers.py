@@ -13,7 +13,6 @@ from tests.dense.test_attention import PARTS, Attending, matrices
 from tests.dense.test_attention import Explicit as ExplicitAttention
 from tests.dense.test_cells import Explicit, Unrolled, make_cell
 from tests.dense.test_cells import matrices as cell_matrices
-from tests.dense.test_embedding import Largest
 from tests.device import here
 
 ONCE = natgrad.Refresh(factors=1, inverses=1000)
@@ -77,37 +76,6 @@ def test_the_projections_of_attention():
         assert_measured(blocks[key], rows[part], W[part], V[part])
 
 
-class Language(nn.Module):
-    """A tied and an untied table."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.places = nn.Embedding(9, 4), nn.Embedding(5, 4)
-        self.middle, self.head = nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, tokens):
-        return self.head(self.middle(self.words(tokens) + self.places(tokens % 5)))
-
-
-def test_tables_have_the_form_of_kfac():
-    steps = {}
-    for kind in (natgrad.EKFAC, natgrad.KFAC):
-        model = Language().double()
-        preconditioner = natgrad.Preconditioner(model, kind(), damping=DAMPING, refresh=ONCE)
-        for step in range(3):
-            model.zero_grad()
-            tokens = torch.randint(9, (6, 5), generator=torch.Generator().manual_seed(step))
-            (total_loss(model(tokens), 6) / 6).backward()
-            preconditioner.step()
-        steps[kind] = {name: p.grad.clone() for name, p in model.named_parameters()}
-    ours, kfac = steps.values()
-    for name in ("words.weight", "places.weight"):
-        torch.testing.assert_close(ours[name], kfac[name], rtol=1e-12, atol=1e-14)
-    assert dense.relative_error(ours["middle.weight"], kfac["middle.weight"]) > 1e-3
-
-
 def test_only_blocks_with_a_new_basis_begin_anew(monkeypatch):
     """Two equal layers, hence one stack: the decomposition of one of them fails."""
     torch.manual_seed(0)
@@ -131,17 +99,3 @@ def test_only_blocks_with_a_new_basis_begin_anew(monkeypatch):
     weights = [1 - 0.95**count for count in range(5)]
     assert [own[0] for own in shares] == pytest.approx([0, weights[1], weights[2], 0, weights[1]])
     assert [own[1] for own in shares] == pytest.approx(weights)
-
-
-@pytest.mark.cpu
-def test_per_sample_gradients_are_never_all_there_at_once():
-    """Of 64 samples the patches have 64 · 256 · 145 elements, the gradients 64 · 32 · 145 · 2."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.Tanh())
-    preconditioner = natgrad.Preconditioner(model, natgrad.EKFAC(), refresh=ONCE)
-    x = torch.randn(64, 16, 16, 16)
-    for _ in range(2):
-        with Largest() as largest:
-            total_loss(model(x), 64).backward()
-        preconditioner.step()
-    assert largest.elements <= 1 << 20  # 2.4 M are all patches

@@ -169,23 +169,6 @@ def test_sampled_fisher_converges_to_the_exact_one(case, form):
         assert dense.relative_error(empirical[name], expected) > 0.1, name
 
 
-def test_classes_in_another_dimension():
-    """torch's [B, C, H, W] logits: a draw a pixel, summed over a sample's pixels."""
-    torch.manual_seed(0)
-    model = nn.Conv2d(2, 3, 1).double()
-    x, y = noise(2, 2, 2, 2), labels(8).reshape(2, 2, 2)
-    captures = dense.exact_rows(dense.twin(model), lambda model: model(x).movedim(1, -1), "categorical")
-    curvature = natgrad.KFAC(fisher="sampled", likelihood=natgrad.Categorical(dim=1))
-    preconditioner = natgrad.Preconditioner(model, curvature, damping=DAMPING)
-    outputs = model(x.repeat(5000, 1, 1, 1))
-    loss = cross_entropy(outputs, y.repeat(5000, 1, 1), reduction="sum") / len(outputs)
-    preconditioner.backward(loss, outputs)
-    W = dense.gradients(model)[""].clone()
-    preconditioner.step()
-    expected = dense.solve_eigen(W, *dense.exact_factors(captures, ""), DAMPING)
-    assert dense.relative_error(dense.gradients(model)[""], expected) < 0.05
-
-
 def test_a_mask_keeps_positions_out_of_the_sampled_fisher():
     model, x, repeats = mlp(), noise(2, 4, 3), 5000
     mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]], dtype=torch.bool)
@@ -216,32 +199,6 @@ def test_the_gradient_of_the_sampled_backward_is_the_plain_one(case):
     preconditioner.backward(criterion(outputs, y), outputs)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
-
-
-@pytest.mark.parametrize("accumulation", ["mean", "sum"])
-def test_drawn_labels_know_nothing_of_accumulation_and_loss_scale(accumulation):
-    (x, y), repeats, parts = images_and_labels(), 5000, 4
-    model = convnet()
-    captures = dense.exact_rows(dense.twin(model), lambda model: model(x), "categorical")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    preconditioner = natgrad.Preconditioner(
-        model,
-        natgrad.KFAC(fisher="sampled", likelihood="categorical"),
-        damping=DAMPING,
-        accumulation=accumulation,
-        scaler=scaler,
-    )
-    for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
-        outputs = model(xs.repeat(repeats, 1, 1, 1))
-        loss = cross_entropy(outputs, ys.repeat(repeats)) / (parts if accumulation == "mean" else 1)
-        preconditioner.backward(scaler.scale(loss), outputs)
-    scaler.unscale_(optimizer)
-    raw = {name: W.clone() for name, W in dense.gradients(model).items()}
-    preconditioner.step()
-    for name, W in raw.items():
-        expected = dense.solve_eigen(W, *dense.exact_factors(captures, name), DAMPING)
-        assert dense.relative_error(dense.gradients(model)[name], expected) < 0.05, name
 
 
 def test_the_seed_decides_the_labels():

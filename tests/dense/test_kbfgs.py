@@ -180,27 +180,6 @@ def test_steps_equal_the_reference(network, limit, pieces):
             dense.assert_equal({"G": H_G}, {"G": torch.stack([one.H_G for one in own])}, 1e-9)
 
 
-@pytest.mark.parametrize("memory", [None, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_in_front_of_a_batch_normalisation_no_pair_is_made_of_rounding(dtype, memory):
-    """Nothing changes when all outputs shift alike, so that mean(g) is zero but for rounding, and y is nothing else."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(2), nn.AvgPool1d(64), nn.Flatten(),
-        nn.Linear(5, 3),
-    ).to(torch.promote_types(dtype, torch.float32))  # fmt: skip
-    optimizer = natgrad.KBFGS(model, lr=0.3, memory=memory)
-    for number in range(6):
-        generator = torch.Generator().manual_seed(number)
-        x = torch.randn((32, 2, 8, 8), generator=generator).to(next(model.parameters())) + 0.3
-        y = torch.randint(3, (32,), generator=generator)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            step(optimizer, model, x, y)
-    convolution, head = (held(optimizer, module)[1][0] for module in (model[0], model[-1]))
-    assert torch.equal(convolution, torch.eye(5).to(convolution))
-    assert (head - torch.eye(3).to(head)).norm() > 0.1
-
-
 class Mixed(nn.Module):
     """A layer whose weight is tied, parameters of other kinds, and a frozen bias."""
 
@@ -274,17 +253,6 @@ def test_several_ranks_are_refused(monkeypatch):
         natgrad.KBFGS(nn.Linear(2, 2), lr=0.1)
 
 
-def test_closures_that_cannot_be_used():
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer, sizes = natgrad.KBFGS(model, lr=0.1), iter([4, 5])
-    with pytest.raises(ValueError, match=r"^closure=None"):
-        optimizer.step(None)
-    with pytest.raises(natgrad.NatgradError, match="call the model"):
-        optimizer.step(lambda: other(torch.ones(3, 2)).sum().backward())
-    with pytest.raises(natgrad.NatgradError, match="another batch"):
-        optimizer.step(lambda: model(torch.ones(next(sizes), 2)).sum().backward())
-
-
 def test_the_preconditioner_refers_to_the_optimizer():
     for curvature in ("kbfgs", {"*": "kbfgs"}):
         with pytest.raises(ValueError, match=r"natgrad\.KBFGS\(model, lr=\.\.\.\)"):
@@ -319,17 +287,3 @@ def test_lost_definiteness_begins_anew():
     A = quadratic(3, 7)
     H = kbfgs.update_inputs(A, seen, shift, broken)
     dense.assert_equal({"H": H[0]}, {"H": torch.linalg.inv(A[0] + shift * unit)}, 1e-12)
-
-
-def test_pairs_without_numbers_change_nothing():
-    s, y = torch.ones(2, 4), 2 * torch.ones(2, 4)
-    y[1] = float("nan")
-    H = torch.eye(4).repeat(2, 1, 1)
-    updated = kbfgs.update_outputs({"H_G": H}, s, y, mu=0.3)["H_G"]
-    assert torch.equal(updated[1], H[1])
-    assert not torch.equal(updated[0], H[0])
-    empty = torch.zeros(2, 3, 4)
-    S, Y = kbfgs.update_outputs({"S": empty, "Y": empty}, s, y, mu=0.3).values()
-    assert not S[1].any()
-    assert not Y[1].any()
-    assert torch.equal(Y[0, -1], y[0])

@@ -33,36 +33,6 @@ def test_uses_of_a_layer_count_as_positions(method):
         run.step(rows, lambda model, x=x: total_loss(model(x), 3) / 3)
 
 
-class Gated(nn.Module):
-    """A layer that sees only the samples (or tokens) chosen for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.expert, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        y = self.trunk(x).tanh()
-        chosen = x[..., 0] > 0
-        y = y.masked_scatter(chosen.unsqueeze(-1), self.expert(y[chosen]).tanh())
-        return self.head(y)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "tokens"])
-@pytest.mark.parametrize("samples", [5, 8])
-def test_a_layer_that_sees_a_part_of_the_batch(reduction, samples):
-    """Its factors are means over the samples it saw, of the gradients of their own losses."""
-    torch.manual_seed(0)
-    model = Gated().double()
-    reference, x = dense.twin(model), torch.randn(samples, 3).double()
-    x[:, 0] = x[:, 0].abs() * torch.tensor([1, -1, -1, 1, 1, -1, 1, -1])[:samples]
-    preconditioner = natgrad.Preconditioner(model, damping=0.3, reduction=reduction)
-    (total_loss(model(x), samples) / samples).backward()
-    raw = {name: W.clone() for name, W in dense.gradients(model).items()}
-    preconditioner.step()
-    rows = dense.capture(reference, lambda model: total_loss(model(x), samples))
-    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows, raw))
-
-
 class TwoHeads(nn.Module):
     """Each sample has one of two heads: none of the layers that are differentiated first sees them all."""
 
@@ -73,11 +43,6 @@ class TwoHeads(nn.Module):
     def forward(self, x):
         y = self.trunk(x).tanh()
         return torch.cat([self.left(y[:2]), self.right(y[2:])])
-
-
-def test_heads_that_share_the_batch_have_the_gradients_of_its_mean():
-    torch.manual_seed(0)
-    assert_preconditioned(TwoHeads().double(), torch.randn(7, 3).double(), {})
 
 
 def test_a_reduced_layer_used_on_parts_of_different_lengths():

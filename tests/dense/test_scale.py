@@ -315,12 +315,6 @@ def test_without_a_batch_size_the_layer_nearest_to_the_loss_decides(entry, parts
     assert len(caught) == 1
 
 
-def test_layers_that_agree_on_the_batch_need_no_model():
-    run, (x, y) = Run("eigen", classifier()), images()
-    rows = run.rows(partial(loss, x=x, y=y, reduction="sum"))
-    run.step(rows, lambda model: cross_entropy(model.forward(x), y))
-
-
 # --- Sequences of different lengths ----------------------------------------------------------------------------------
 
 
@@ -390,38 +384,3 @@ def test_an_encoder_of_more_positions_than_the_loss_has(source, masked, pieces, 
     preconditioner.step(count=int(mask.sum()) if masked else None)
     factors = translation_factors(x, z, lambda model: translation_loss(model, x, z, y, "sum"), mask)
     dense.assert_equal(dense.gradients(model), translation_reference(W, factors, curvature))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_of_positions_beyond_the_loss_no_mask_is_known(masked):
-    """All of them count, in the divisor of EKFAC's moments and in their share alike."""
-    model = Translation().double()
-    preconditioner = natgrad.Preconditioner(
-        model, natgrad.EKFAC(), damping=DAMPING, reduction="tokens", refresh=natgrad.Refresh(inverses=1000)
-    )
-    for _ in range(3):
-        x, z, whole, partial = sentences(7)
-        y = partial if masked else whole
-        model.zero_grad()
-        translation_loss(model, x, z, y).backward()
-        preconditioner.step(count=int((y != IGNORED).sum()) if masked else None)
-    for name in dense.trained_layers(model):
-        share = dense_ekfac.blocks(preconditioner, name)["s"]
-        torch.testing.assert_close(share, torch.full((1, 1), 0.05 + 0.95 * 0.05).double())
-
-
-def test_a_count_beyond_what_the_nearest_layer_saw():
-    """A head step by step: the loss has as many positions as all its uses together."""
-
-    def run(stepwise):
-        model = token_model()
-        model[1] = nn.Identity()  # the uses of a norm layer are one gradient
-        x, y = tokens()
-        y = y.clamp(min=0)
-        preconditioner = natgrad.Preconditioner(model, damping=DAMPING, reduction="tokens")
-        outputs = torch.stack([model(x[:, t]) for t in range(6)], 1) if stepwise else model(x)
-        cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()
-        preconditioner.step(count=24)
-        return dense.gradients(model)
-
-    dense.assert_equal(run(stepwise=True), run(stepwise=False))

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import natgrad
 
@@ -144,28 +143,6 @@ def test_rows_that_differ_are_not_shared(model, reduction):
     assert_identical(shared, apart)
     gate, up = (shared[1][f"{part}.weight"]["A"] for part in ("gate", "up"))
     assert torch.equal(gate, up) == (model is Biased or reduction == "mean")
-
-
-def recomputed(module, x):
-    return checkpoint(module, x, use_reentrant=False)
-
-
-def on_host(module, x):
-    with torch.autograd.graph.save_on_cpu():
-        return module(x)
-
-
-@pytest.mark.parametrize("way", [None, recomputed, on_host])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"passes": 2}, {"double": False, "autocast": True}],
-    ids=["plain", "accumulation", "autocast"],
-)
-def test_recomputed_offloaded_and_accumulated(way, options):
-    curvature = natgrad.Spectral()
-    shared, apart = (train(Network(other, way), curvature, **options) for other in (same, copied))
-    assert_identical(shared, apart)
-    assert shared[2] < apart[2]
 
 
 def packed(module, x):

@@ -259,12 +259,3 @@ def test_state_of_another_model_or_form_raises():
     ):
         with pytest.raises(ValueError, match="state"):
             run.preconditioner.load_state_dict(state)
-
-
-def test_a_state_of_an_earlier_version_holds_the_rule_of_its_damping():
-    state = Run().train(range(3)).preconditioner.state_dict()
-    other = Run()
-    with pytest.raises(ValueError, match=r"state\['damping'\]\['rule'\]='Autopilot'"):
-        other.preconditioner.load_state_dict({**state, "damping": {"rule": "Autopilot", "gamma": 0.1, "known": 1}})
-    other.preconditioner.load_state_dict({**state, "damping": {"rule": "function"}})
-    assert other.preconditioner.metrics()["step"] == 3

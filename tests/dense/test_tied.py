@@ -204,24 +204,6 @@ def test_two_modules_of_one_type(make, shape, options):
     dense.assert_equal({"": actual}, expected)
 
 
-def test_a_module_under_two_names_is_one():
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.one = model.two = nn.Linear(4, 4).double()
-    x = torch.randn(3, 4).double()
-    preconditioner = natgrad.Preconditioner(model, damping=0.3)
-    reference = dense.twin(model.one)
-    (total_loss(model.two(model.one(x).tanh()), 3) / 3).backward()
-    preconditioner.step()
-    assert [row.parameter for row in preconditioner.explain().rows] == ["one.weight", "one.bias"]
-    rows = dense.capture(reference, lambda module: total_loss(module(module(x).tanh()), 3))
-    dense.assert_equal(dense.gradients(model.one), dense.KFAC(damping=0.3).step(rows))
-
-
-def reasons(model, curvature):
-    return {row.parameter: row.reason for row in natgrad.Preconditioner(model, curvature).explain().rows}
-
-
 def test_explain_shows_a_tied_weight_once_under_its_first_name():
     model = Language(bias=True)
     rows = {row.parameter: row for row in natgrad.Preconditioner(model).explain().rows}
@@ -231,18 +213,3 @@ def test_explain_shows_a_tied_weight_once_under_its_first_name():
     assert rows["heads.0.bias"].owners is None
     rows = natgrad.Preconditioner(model, natgrad.KFAC(max_factor_size=V - 1)).explain().rows
     assert "G diagonal" in rows[0].curvature
-
-
-def test_why_tied_modules_are_left_out():
-    one, two = natgrad.KFAC(), natgrad.KFAC()
-    patterns = {"embedding": one, "second": one, "*": two}
-    assert "curvatures differ" in reasons(Language(), patterns)["embedding.weight"]
-    left = reasons(Language(), {"heads.*": None, "*": one})
-    assert left["embedding.weight"] == "shared with heads.0, which is left out"
-    wide = natgrad.KFAC(max_factor_size=V - 1, wide="optimizer")
-    assert "max_factor_size" in reasons(Language(), wide)["embedding.weight"]
-    model = Language(bias=True, heads=2)
-    model.heads[1].bias = nn.Parameter(torch.zeros(V))
-    left = reasons(model, one)
-    assert all("other parameters" in left[name] for name in ("embedding.weight", "heads.0.bias", "heads.1.bias"))
-    assert not left["mix.weight"]

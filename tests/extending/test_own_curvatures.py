@@ -121,17 +121,6 @@ def test_it_goes_with_other_options(name, options):
     assert losses[-1] < losses[0]
 
 
-def test_a_result_that_was_not_declared_so_is_an_error():
-    class Wrong(Whitening):
-        def compute(self, task, averages, damping, previous=None):
-            computed, fine = super().compute(task, averages, damping)
-            return {name: tensor[:, 0] for name, tensor in computed.items()}, fine
-
-    training = Training(lambda **_: Wrong())
-    with pytest.raises(natgrad.NatgradError, match=r"compute\('root'\) of Wrong\(\)"):
-        training.step(batch(0))
-
-
 @pytest.mark.parametrize(
     ("statistics", "tasks", "match"),
     [

@@ -57,29 +57,6 @@ def test_subclasses_are_covered_unless_their_forward_is_another():
         assert "its forward is not that of Scaled" in reasons(Other(3, 2))["matrix"]
 
 
-def test_a_type_derived_from_one_that_is_known():
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return super().forward(2 * x)
-
-    class DoubledLayer(natgrad.layers.LinearLayer):
-        def input_rows(self, inputs, gradients, samples):
-            return super().input_rows(2 * inputs, gradients, samples)
-
-    with pytest.warns(natgrad.NatgradWarning, match="no layer"):
-        natgrad.Preconditioner(Doubled(3, 2))
-    natgrad.register_layer(Doubled, DoubledLayer)
-    torch.manual_seed(0)
-    one, two = Doubled(3, 2).double(), nn.Linear(3, 2).double()
-    two.load_state_dict(one.state_dict())
-    x = torch.randn(5, 3).double()
-    for model, inputs in ((one, x), (two, 2 * x)):
-        preconditioner = natgrad.Preconditioner(model)
-        model(inputs).square().sum().backward()
-        preconditioner.step()
-    dense.assert_equal({"weight": one.weight.grad}, {"weight": two.weight.grad}, 1e-12)
-
-
 def test_what_is_no_layer_is_refused():
     for module, layer, match in (
         (nn.Module, ScaledLayer, "module_type"),

@@ -27,12 +27,6 @@ def test_a_sixth_of_the_steps_of_45_epochs_are_refreshes_by_equation_22(epoch):
     assert refreshed(natgrad.GrowingInterval(epoch), 45 * epoch) / (45 * epoch) == pytest.approx(0.17, abs=0.01)
 
 
-def test_a_third_of_them_are_by_equation_23():
-    schedule = natgrad.TwoPhaseInterval(100)
-    assert [schedule(step) for step in (0, 1299, 1300, 4499)] == [1, 1, 20, 20]
-    assert refreshed(schedule, 4500) / 4500 == pytest.approx(0.32, abs=0.01)
-
-
 def test_the_frequency_decays_at_given_steps():
     schedule = natgrad.MultiStepInterval(10, steps=[100, 300], factor=2)
     assert [schedule(step) for step in (0, 99, 100, 299, 300, 10**6)] == [10, 10, 20, 20, 40, 40]
@@ -51,8 +45,3 @@ def test_scaled_intervals_keep_the_refreshes_of_an_epoch():
         for ranks in (16, 48, 256)
     }
     assert set(counts.values()) <= {12, 13}
-
-
-def test_scaled_intervals_take_schedules_and_end_at_every_step():
-    schedule = natgrad.ScaledInterval(natgrad.TwoPhaseInterval(10, epochs=1, interval=8), reference=2, size=4)
-    assert [schedule(0), schedule(10)] == [1, 4]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import natgrad
-from natgrad.capture import Capture
 from tests.every import Training, batch
 
 FACTORS, INVERSES = natgrad.Sides(inputs=3, gradients=2), natgrad.Sides(inputs=6, gradients=4)
@@ -83,20 +82,6 @@ def test_the_inputs_of_sampled_labels_are_those_of_the_loss():
         torch.testing.assert_close(one, other)
 
 
-def test_labels_are_drawn_where_gradients_are_due(monkeypatch):
-    drawn, original = [], Capture.sampled_pass
-    training = Training(natgrad.KFAC, fisher="sampled", refresh=natgrad.Refresh(factors=FACTORS))
-
-    def sampled_pass(self, *given):
-        drawn.append(training.preconditioner.metrics()["step"])
-        original(self, *given)
-
-    monkeypatch.setattr(Capture, "sampled_pass", sampled_pass)
-    for step in range(7):
-        training.step(batch(step))
-    assert drawn == [0, 2, 4, 6]
-
-
 def test_inverses_that_balance_the_damping_follow_the_shorter_clock():
     """With π both inverses read both factors."""
     options = {"refresh": natgrad.Refresh(inverses=INVERSES)}
@@ -114,19 +99,6 @@ def test_moments_begin_anew_with_either_basis():
         since = [float(state["blocks"][key]["s"].mean()) for state in states]
         steps = [0, 1, 2, 0, 0, 1, 0, 1, 0]
         assert since == pytest.approx([1 - DECAY**count for count in steps], abs=1e-12)
-
-
-def test_a_state_of_one_clock_is_taken_by_two():
-    one, states = run(natgrad.KFAC, 4, refresh=natgrad.Refresh(factors=2, inverses=4))
-    other = Training(natgrad.KFAC, refresh=natgrad.Refresh(factors=FACTORS, inverses=INVERSES))
-    other.preconditioner.load_state_dict(states[-1])
-    other.model.load_state_dict(one.model.state_dict())
-    other.step(batch(4))
-    for p in other.model.parameters():
-        assert p.isfinite().all()
-    own = next(iter(other.preconditioner.state_dict()["blocks"].values()))
-    assert float(own["weight"][0]) == pytest.approx(1 - DECAY**3)  # steps 0, 2 and 4
-    assert float(own["early weight"][0]) == pytest.approx(1 - DECAY**2)
 
 
 @pytest.mark.parametrize(
