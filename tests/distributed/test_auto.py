@@ -7,13 +7,10 @@ import natgrad
 from tests.distributed.jobs import (
     Job,
     Training,
-    assert_bit_identical,
     assert_close,
     place,
     train,
 )
-
-STEPS = range(7)
 
 
 def wide():
@@ -49,18 +46,6 @@ def test_too_little_memory_names_the_least_that_would_do(ranks):
 def held(placement):
     """Return the bytes of a rank's curvature under a placement."""
     return Training(Job(options={"placement": placement})).preconditioner.plan.most_held
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("gradients", ["averaged", "reduce"])
-def test_the_choice_trains_like_one_process(ranks, count, gradients):
-    memory = ranks.run(count, held, "comm-opt")[0] - 1
-    options = {"placement": natgrad.Placement(memory=memory), "gradients": gradients}
-    results = ranks.run(count, train, Job(options=options), STEPS)
-    assert results[0].traffic["gradients"] > 0  # it is not comm-opt
-    assert_bit_identical(results)
-    assert_close(results[0], train(Job(), STEPS))
 
 
 def test_the_state_of_rank_0_is_complete_for_a_small_model(ranks):

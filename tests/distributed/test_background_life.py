@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import natgrad
 from tests.distributed import sharded_jobs
-from tests.distributed.jobs import batch
 from tests.distributed.test_background import Case, Training, assert_close, assert_equal, defined, train
 from tests.distributed.test_death import check
 
@@ -130,47 +129,6 @@ def test_discarded_passes_leave_alone_what_is_under_way(ranks):
 
 def train_of(ranks, steps):
     return ranks.run(2, train, CASE, steps)[0][0]
-
-
-def change():
-    training = started(replace(CASE, wrapped=False, options={"gradients": "reduce"}))
-    before = training.preconditioner.metrics()["inverse_updates"]
-    training.model[0].requires_grad_(False)
-    vectors = training.preconditioner._structure.groups[-1].state.results["inverse_A"].clone()
-    training.step(UNDER_WAY)  # has to collect what is under way, of all layers but the one that is gone
-    names = [member.layer.name for stack in training.preconditioner._structure.groups for member in stack.members]
-    changed = not torch.equal(vectors, training.preconditioner._structure.groups[-1].state.results["inverse_A"])
-    updates = training.preconditioner.metrics()["inverse_updates"] - before
-    training.model[0].requires_grad_(True)
-    for step in range(UNDER_WAY + 1, 12):
-        training.step(step)
-    return training.parameters(), (names, changed, updates)
-
-
-def test_layers_that_come_and_go(ranks):
-    results = ranks.run(2, change)
-    assert_equal([parameters for parameters, _ in results])
-    for _, found in results:
-        assert found == (["3", "5"], True, 1)
-    assert all(value.isfinite().all() for value in results[0][0].values())
-
-
-def move():
-    training = started(Case(factors=1, inverses=3, staleness=2))
-    training.model.float()
-    x, y = batch(0)
-    for _ in range(4):
-        training.optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(training.model(x.float()), y).backward()
-        training.preconditioner.step()
-    held = training.preconditioner._structure.groups[0].state.results
-    assert all(value.dtype == torch.float32 for value in held.values())
-    assert all(value.isfinite().all() for value in held.values())
-    assert training.preconditioner.metrics()["inverse_updates"] == 2
-
-
-def test_a_model_that_moves():
-    move()
 
 
 @pytest.mark.some(1)

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.distributed.communicator import timeout_of
-from tests.distributed.harness import RankError
 from tests.distributed.jobs import Job, Training
 
 SECONDS = 20.0  # within which all ranks have failed; gloo tells of a broken connection at once
@@ -148,12 +147,3 @@ def wait_for_one_that_hangs(placement):
 def test_a_rank_that_hangs(ranks, placement):
     seconds = ranks.run(4, wait_for_one_that_hangs, placement)
     assert all(1 < spent < SECONDS for spent in seconds[:3])
-
-
-def live():
-    return dist.get_rank()
-
-
-def test_a_rank_that_lives_on_is_found(ranks):
-    with pytest.raises(RankError, match="rank 1: lives"):
-        ranks.outlive(2, 1, live)

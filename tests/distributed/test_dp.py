@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from natgrad.capture.sampled import LabelSampler
 from tests.distributed.deep_models import MODELS
-from tests.distributed.jobs import place
 
 # The reference preconditions gradients of samples that it has not seen.
 pytestmark = pytest.mark.filterwarnings("ignore:natgrad. .grad is")
@@ -239,35 +238,3 @@ def test_ranks_without_a_layer_train_on(ranks, curvature):
     """Two layers on four ranks; a warning would be an error."""
     owners, _ = check(ranks, 4, Case(model="little", curvature=curvature))
     assert {owner for _, owner in owners} == {0, 1}
-
-
-def use_parts_of_the_model():
-    """Every step leaves out a layer, now this rank's and now another's."""
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]).double()
-    preconditioner = natgrad.Preconditioner(
-        model, placement="dp", gradients="reduce", damping=0.05, refresh=natgrad.Refresh(factors=1, inverses=1)
-    )
-    generator = torch.Generator().manual_seed(place()[0])
-    ends = []
-    for step in range(6):
-        model.zero_grad()
-        h = torch.randn(4, 4, generator=generator, dtype=torch.float64)
-        for index in range(3):
-            if index != step % 3:
-                h = model[index](h).tanh()
-        (h**2).sum(1).mean().backward()
-        preconditioner.step()
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=0.1)
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    return torch.stack(ends)
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_layers_that_a_step_does_not_use(ranks, count):
-    results = ranks.run(count, use_parts_of_the_model, limit=30)
-    assert all(torch.equal(result, results[0]) for result in results)

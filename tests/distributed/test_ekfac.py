@@ -11,7 +11,7 @@ import natgrad
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close, batch, network, place, share, train
-from tests.distributed.test_background import CLIP, LR, MOMENTUM, Case, Training, assert_equal, damping
+from tests.distributed.test_background import CLIP, LR, MOMENTUM, Case, assert_equal, damping
 from tests.distributed.test_background import assert_close as assert_near
 from tests.distributed.test_background import train as train_beside
 
@@ -180,28 +180,3 @@ def test_in_the_background_moments_of_an_old_basis_do_not_count(ranks, count, st
     results = [parameters for parameters, _ in ranks.run(count, train_beside, case, range(10))]
     assert_equal(results)
     assert_near(results[0], beside(case, range(10)))
-
-
-def interrupt(case, at):
-    """Gather the state of all ranks after the backward pass of a step, which ends a renewal under way."""
-    training = Training(case)
-    for step in range(10):
-        if step == at:
-            training.backward(step)
-            training.preconditioner.state_dict(gather=True)
-            before = {key: own["S"].clone() for key, own in training.preconditioner.state_dict()["blocks"].items()}
-            training.preconditioner.step()
-            training.preconditioner._background.fold(training.preconditioner._failures)
-            after = training.preconditioner.state_dict()["blocks"]
-            unchanged = all(torch.equal(after[key]["S"], 0 * S) and not S.any() for key, S in before.items())
-            training.optimizer.step()
-        else:
-            training.step(step)
-    return training.parameters(), unchanged
-
-
-def test_a_basis_that_changes_between_the_backward_pass_and_the_step(ranks):
-    case = Case(name="background", kind="EKFAC", curvature={}, factors=1, inverses=4, staleness=2)
-    results = ranks.run(2, interrupt, case, 5)  # begun by step 4
-    assert_equal([parameters for parameters, _ in results])
-    assert all(unchanged for _, unchanged in results)

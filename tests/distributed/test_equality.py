@@ -1,6 +1,5 @@
 """One, two and four ranks train like one process, and all ranks alike to the last bit."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -44,35 +43,6 @@ def test_accumulation_of_different_lengths(ranks, placement):
     expected = accumulate_unevenly(3)
     for parameters in ranks.run(2, accumulate_unevenly, 3, placement):
         dense.assert_equal(parameters, expected, 1e-10)
-
-
-def accumulate_under_ddp(options, summed):
-    """Three passes of the one rank, two of the other, bounded by the clip."""
-    model, rank = network(), place()[0]
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preconditioner = natgrad.Preconditioner(wrapped, optimizer=optimizer, damping=0.05, kl_clip=1e-5, **options)
-    for step in range(3):
-        x, y = (share(tensor) for tensor in batch(step))
-        optimizer.zero_grad()
-        passes = 3 - rank
-        for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
-            with nullcontext() if index == passes - 1 else wrapped.no_sync():
-                cross_entropy(wrapped(xs), ys, reduction="sum" if summed else "mean").backward()
-        preconditioner.step()
-        optimizer.step()
-    return float(preconditioner.metrics()["kl_scale"]), dense.gradients(model), dict(model.state_dict())
-
-
-@pytest.mark.some(4)
-@pytest.mark.parametrize("gradients", ["averaged", "reduce"])
-@pytest.mark.parametrize("accumulation", ["mean", "sum"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_ranks_that_accumulate_unevenly_stay_alike(ranks, reduction, accumulation, gradients):
-    options = {"reduction": reduction, "accumulation": accumulation, "gradients": gradients}
-    (scale, _, first), (other, _, second) = ranks.run(2, accumulate_under_ddp, options, reduction == "sum")
-    assert scale == other < 1
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -95,16 +95,6 @@ def test_all_ranks_fall_back_alike(ranks, count, placement, kind):
         assert fallbacks == expected
 
 
-def test_which_layer_falls_back_and_when():
-    """In one process, with which the others are compared: two layers fail in two refreshes of five."""
-    _, fallbacks, _ = train(job("comm-opt"), "decompositions", STEPS)
-    assert fallbacks[2:4] == [(0, 0), (2, 0)]
-    assert fallbacks[5:7] == [(6, 0), (8, 0)]
-    assert fallbacks[8:] == [(12, 0)] * 6
-    _, fallbacks, _ = train(job("comm-opt"), "unusable", range(8))
-    assert fallbacks[3:] == [(0, 0), (0, 1), (0, 2), (0, 2), (0, 2)]
-
-
 @pytest.mark.some(2)
 @pytest.mark.values
 @pytest.mark.parametrize("kind", ["decompositions", "unusable"])

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.dense import reference as dense
-from tests.distributed.jobs import batch, network, share
+from tests.distributed.jobs import batch, network
 
 
 def pairs():
@@ -117,32 +117,3 @@ def fail_on_rank_0_alone():
 
 def test_construction_and_bad_arguments_communicate_nothing(ranks):
     ranks.run(2, fail_on_rank_0_alone, limit=20)
-
-
-def train_beside_other_groups(placement, which):
-    """The user has groups of some of the ranks, so that these know different numbers of groups."""
-    if which == "members":
-        dist.new_group([0, 1])
-    elif which == "local" and dist.get_rank() == 3:
-        dist.new_group([3], use_local_synchronization=True)
-    elif which == "overlapping":
-        for members in ([0, 1, 2], [2, 3], [2]):
-            dist.new_group(members)
-    model = network()
-    preconditioner = natgrad.Preconditioner(model, damping=0.05, placement=placement, gradients="reduce")
-    for step in range(3):
-        x, y = (share(tensor) for tensor in batch(step))
-        model.zero_grad()
-        cross_entropy(model(x), y).backward()
-        preconditioner.step()
-    return dense.gradients(model)
-
-
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize("which", ["members", "local", "overlapping"])
-@pytest.mark.parametrize("placement", ["hybrid:0.5", "pipelined", "background"])
-def test_ranks_that_are_in_different_groups_of_the_user(ranks, placement, which):
-    expected = train_beside_other_groups(placement if placement == "background" else "comm-opt", "none")
-    for solved in ranks.run(4, train_beside_other_groups, placement, which, limit=60):
-        dense.assert_equal(solved, expected, 1e-10)

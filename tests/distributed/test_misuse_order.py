@@ -71,13 +71,3 @@ def test_what_is_right_is_silent_and_what_is_forgotten_is_not(ranks, wrapper, pl
         assert not right
         assert [("never preconditioned" in text) for text in forgotten] == [True] * (not refresh)
         assert preconditioned == 1.0
-
-
-def none():
-    return messages(Training("DDP", {}).preconditioner.step)
-
-
-def test_a_first_step_without_a_backward_pass_is_warned_of_on_all_ranks(ranks):
-    for found in ranks.run(2, none):
-        assert len(found) == 1
-        assert "step() comes without a backward pass" in found[0]

@@ -89,18 +89,6 @@ def test_ranks_agree_on_what_auto_has_found(ranks, lacks):
     assert all("'auto': 'tokens'" in note for note in ranks.run(2, automatic, lacks))
 
 
-def differing():
-    model = nn.Linear(3, 2).double()
-    preconditioner = natgrad.Preconditioner(model, reduction=["auto", "mean"][place()[0]])
-    model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
-    with pytest.raises(natgrad.NatgradError, match="differ in reduction"):
-        preconditioner.step()
-
-
-def test_ranks_that_differ_in_reduction_are_told_so(ranks):
-    ranks.run(2, differing)
-
-
 # --- The gradient audit --------------------------------------------------------------------------------------------
 
 

@@ -77,52 +77,6 @@ def test_the_plan_follows():
     assert list(plan_of(Pairs(), 4).assignments.values())[-1].workers == (1, 3)
 
 
-class Wrong(natgrad.PlacementRule):
-    """Returns what it was made with."""
-
-    def __init__(self, **answers):
-        self._answers = answers
-
-    def workers(self, ranks):
-        return self._answers.get("workers", ranks)
-
-    def sums(self, layer):
-        return self._answers.get("sums", "all")
-
-    def columns(self, layers, columns):
-        return dict.fromkeys(layers, self._answers.get("column", 0))
-
-
-@pytest.mark.parametrize(
-    ("answers", "words"),
-    [
-        ({"workers": 3}, r"own.workers\(4\)=3 is not allowed"),
-        ({"workers": 0}, r"own.workers\(4\)=0 is not allowed"),
-        ({"workers": True}, r"own.workers\(4\)=True is not allowed"),
-        ({"sums": "some"}, r"own.sums='some' is not allowed"),
-        ({"sums": "worker"}, r"own.sums='worker' is not allowed.*unless each layer has one worker"),
-        ({"column": 9}, r"own.columns\(\)\['layer0'\]=9 is not allowed"),
-    ],
-)
-def test_wrong_answers(answers, words):
-    with pytest.raises(ValueError, match=words):
-        plan_of(Wrong(**answers), 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "words"),
-    [
-        ("dp", ByDepth, "name='dp' is not allowed"),
-        ("auto", ByDepth, "name='auto' is not allowed"),
-        ("a:b", ByDepth, "without a colon"),
-        ("fine", 1, "make=1 is not allowed"),
-    ],
-)
-def test_wrong_registrations(name, make, words):
-    with pytest.raises(ValueError, match=words):
-        natgrad.register_placement(name, make)
-
-
 def test_overlap_needs_all_ranks():
     class Early(ByDepth):
         sends_during_backward = True

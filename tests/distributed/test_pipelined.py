@@ -192,36 +192,6 @@ def test_what_may_happen_between_two_steps(ranks, way):
         assert (sum(early) > 0) == (way != "a hook of the user's")
 
 
-def pass_without_steps():
-    model = Branched()
-    wrapped = DistributedDataParallel(model)
-    preconditioner = natgrad.Preconditioner(
-        wrapped, refresh=natgrad.Refresh(factors=1), placement=SINGLY, precision=natgrad.Precision(wire=torch.float32)
-    )
-    for step in range(6):  # only the first and the last are steps
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(8, 5, dtype=torch.float64, generator=generator).chunk(2)[dist.get_rank()]
-        wrapped.zero_grad()
-        wrapped(x).square().mean().backward()
-        if step in (0, 5):
-            preconditioner.step()
-    return [p.grad for p in model.parameters()]
-
-
-def test_passes_without_a_step_count_for_nothing(ranks):
-    first, second = ranks.run(2, pass_without_steps)
-    assert all(map(torch.equal, first, second))
-    model = Branched()
-    preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=1))
-    for step in (0, 5):
-        x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        model.zero_grad()
-        model(x).square().mean().backward()
-        preconditioner.step()
-    for parameter, found in zip(model.parameters(), first, strict=True):
-        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-7)
-
-
 def differentiate_too_late():
     model = Branched()
     wrapped = DistributedDataParallel(model)

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests.distributed.jobs import Job, Training, place
+from tests.distributed.jobs import place
 
 PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
 EXACT = PLACEMENTS[:-1]
@@ -155,73 +154,3 @@ def test_factors_that_are_due_when_the_model_changes_stay_due(ranks, placement):
     for result in ranks.run(2, play, "freeze_and_thaw", placement, (3, 1)):
         for key, value in expected.items():
             assert float((result[key] - value).norm()) <= 1e-10 * float(value.norm()), key
-
-
-def ask(placement):
-    training = Training(Job(options={"placement": placement}, refresh={"factors": 1, "inverses": 1}))
-    for step in range(2):
-        training.step(step)
-    explanation, state = training.preconditioner.explain(), training.preconditioner.state_dict()["blocks"]
-    plan = training.preconditioner._structure.plan
-    keys = [member.layer.key for stack in training.preconditioner._structure.groups for member in stack.members]
-    works = {key: plan.is_gradient_worker(key, dist.get_rank()) for key in keys}
-    firsts = {row.parameter: row for row in explanation.rows if row.owners is not None}
-    return (
-        {name: row.owners for name, row in firsts.items()},
-        {name: row.bytes for name, row in firsts.items()},
-        {key: sorted(own) for key, own in state.items()},
-        works,
-        sum(row.share for row in firsts.values()),
-    )
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_explanations(ranks, placement):
-    """Owners are the same on all ranks and among the workers; memory is what this rank keeps."""
-    results = ranks.run(4, ask, placement)
-    owners = results[0][0]
-    whole = ranks.run(1, ask, "comm-opt")[0][1]
-    workers = {"comm-opt": 4, "hybrid:0.5": 2}.get(placement, 1)
-    for rank, (told, bytes_, state, works, work) in enumerate(results):
-        assert told == owners
-        assert abs(work - 1) < 1e-9
-        for key, own in works.items():
-            assert own or rank not in owners[key].values()
-            names = state.get(key, [])
-            assert ("renewed" in names) == own
-            sums_everywhere = placement in ("comm-opt", "mem-opt", "hybrid:0.5")
-            assert ("weight" in names) == (own or sums_everywhere)
-            if own:
-                assert bytes_[key] == whole[key]
-            else:
-                assert (0 < bytes_[key] < whole[key]) if sums_everywhere else bytes_[key] == 0
-    for key in owners:
-        assert sum(works[key] for _, _, _, works, _ in results) == workers
-
-
-def save_alone_after_a_change(placement):
-    """Rank 0 alone asks for the state between a change of the model and the next step: nothing is sent."""
-    scene = Scene(placement)
-    for step in range(4):
-        scene.step(step)
-    scene.model.head.requires_grad_(False)
-    before = scene.preconditioner.traffic()
-    blocks = scene.preconditioner.state_dict()["blocks"] if place()[0] == 0 else {}
-    assert not any("head" in key for key in blocks)
-    assert scene.preconditioner.traffic() == before
-    dist.barrier()
-    for step in range(4, 7):
-        scene.step(step)
-    whole = scene.preconditioner.state_dict(gather=True)["blocks"]
-    scene.model.head.requires_grad_(True)
-    again = scene.preconditioner.state_dict(gather=True)["blocks"]
-    return set(whole), set(again) - set(whole)
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize("placement", [*PLACEMENTS, "pipelined", "background"])
-def test_one_rank_may_save_between_a_change_and_the_next_step(ranks, placement):
-    for whole, thawed in ranks.run(2, save_alone_after_a_change, placement, limit=30):
-        assert len(whole) == 4
-        assert {key.partition(".")[0] for key in thawed} == {"head"}

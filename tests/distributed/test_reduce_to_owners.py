@@ -132,25 +132,6 @@ def test_odd_parameters(ranks, count):
             torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
-def narrow_gradients():
-    """Of four ranks with a hundred samples each: times their number they are beyond float16, summed in it too small."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).half()
-    curvature = {"0": None, "1": natgrad.KFAC()}
-    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.1, **options("mem-opt"))
-    model(torch.ones(100, 4).half()).mean().backward()
-    for p in model.parameters():
-        p.grad.fill_([2048, 1, 1, 2][place()[0]])
-    preconditioner.step()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-    return [p.grad.clone() for p in model[0].parameters()]
-
-
-def test_narrow_gradients_are_summed_in_float32(ranks):
-    for gradients in ranks.run(4, narrow_gradients):
-        assert all(bool((gradient == 513).all()) for gradient in gradients)
-
-
 def poisoned():
     training = Training(Job(options=options("mem-opt"), wrapped=False))
     for step in range(2):
@@ -266,37 +247,3 @@ def test_ranks_weigh_by_samples_also_where_no_layer_is_covered(ranks, placement,
     for found in ranks.run(2, train_uncovered, placement, parts):
         for p, q in zip(found, expected, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
-
-
-def skip_a_batch():
-    """All ranks discard a pass; in the next one only the first rank has samples, as one process has them."""
-    rank, ranks = place()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    own = {"gradients": "reduce"} if ranks > 1 else {}
-    refresh = natgrad.Refresh(factors=1, inverses=1)
-    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.05, refresh=refresh, **own)
-    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
-
-    def differentiate(some):
-        cross_entropy(model(x[some]), y[some]).backward()
-
-    share = slice(6 * rank, 6 * rank + 6) if ranks > 1 else slice(12)
-    differentiate(share)
-    preconditioner.step()
-    optimizer.step()
-    optimizer.zero_grad()
-    differentiate(share)
-    optimizer.zero_grad()
-    preconditioner.discard()
-    if rank == 0:
-        differentiate(slice(6))
-    preconditioner.step()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def test_a_discarded_pass_on_a_rank_that_has_no_other(ranks):
-    for found in ranks.run(2, skip_a_batch):
-        for own, expected in zip(found, skip_a_batch(), strict=True):
-            torch.testing.assert_close(own, expected, rtol=1e-10, atol=0)

@@ -4,13 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import natgrad
 from tests.distributed.jobs import batch, share
 from tests.distributed.sharded_jobs import Case, Network, Training, error, train
 
@@ -38,37 +36,6 @@ def assert_equal_to(ranks, expected, count, case):
 def test_other_ways_to_train(ranks, change):
     expected = train(Case(**change))
     assert_equal_to(ranks, expected, 4, Case(options={"placement": "reduce-scatter"}, **change))
-
-
-def train_a_part(sharded):
-    """Weights are sharded and biases are not: the loop averages the gradients of these."""
-    model = Network().double()
-    if sharded:
-        biases = {p for name, p in model.named_parameters() if name.endswith("bias")}
-        fully_shard(model, ignored_params=biases)
-    options = {"placement": "mem-opt"} if sharded else {}
-    preconditioner = natgrad.Preconditioner(model, damping=0.05, **options)
-    for step in range(3):
-        x, y = (share(tensor) for tensor in batch(step))
-        model.zero_grad()
-        cross_entropy(model(x), y).backward()
-        for p in model.parameters():
-            if sharded and not isinstance(p, DTensor):
-                dist.all_reduce(p.grad)
-                p.grad.div_(dist.get_world_size())
-        preconditioner.step()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(p.grad, alpha=0.1)
-    values = {name: p.detach() for name, p in model.named_parameters()}
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in values.items()}
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_layers_of_which_a_part_is_sharded(ranks, count):
-    expected = train_a_part(False)
-    for parameters in ranks.run(count, train_a_part, True):
-        assert error(parameters, expected) <= 1e-10
 
 
 def poisoned(placement):

@@ -3,12 +3,9 @@
 from unittest import mock
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests.distributed.jobs import Job, Training, assert_bit_identical, network, place, share, train
+from tests.distributed.jobs import Job, Training, assert_bit_identical, train
 
 STEPS = range(9)
 CURVATURES = {
@@ -84,37 +81,3 @@ def test_only_the_first_renewals_begin_from_scratch(ranks, placement):
     warm, cold = map(sum, zip(*ranks.run(2, begins_warm, range(8), placement), strict=True))
     assert cold == 8  # A and G of two groups and two linear layers, each on one rank
     assert warm >= 2 * cold
-
-
-def narrow(steps, dtype):
-    rank, ranks = place()
-    model = network().float()
-    wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    preconditioner = natgrad.Preconditioner(
-        wrapped,
-        natgrad.KFAC(form="iterative", tolerance=0.1),
-        damping=0.05,
-        refresh=natgrad.Refresh(**REFRESH),
-        precision=natgrad.Precision(wire=dtype, solve=dtype),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(12, 2, 7, generator=generator), torch.randint(3, (12,), generator=generator)
-        optimizer.zero_grad()
-        cross_entropy(wrapped(share(x)), share(y)).backward()
-        preconditioner.step()
-        optimizer.step()
-    held = preconditioner._structure.groups[0].state.results
-    Q = held.read("QA", slice(None)).float()
-    skew = float((Q.mT @ Q - torch.eye(Q.shape[-1])).norm())
-    return {name: value.clone() for name, value in model.state_dict().items()}, skew, rank
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bases_that_are_kept_and_sent_in_narrow_dtypes_do_not_decay(ranks, dtype):
-    (one, skew, _), (other, _, _) = ranks.run(2, narrow, range(40), dtype)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert all(value.isfinite().all() for value in one.values())
-    assert skew <= (0.05 if dtype == torch.bfloat16 else 0.005)

@@ -60,51 +60,6 @@ def test_rows_of_a_layer_without_positions_make_its_per_sample_gradients(case):
     torch.testing.assert_close(head.factors["G"][0], head.G[0].mT @ head.G[0] / 6)
 
 
-@pytest.mark.cpu
-def test_a_convolutions_rows_are_mean_inputs_and_summed_gradients_block_by_block(case):
-    model, x, y = case
-    first = Probe(build, F.cross_entropy).observe(model.state_dict(), x, y)["first"]
-    own = per_sample(model, x, y)
-    patches = F.unfold(x, 3).unflatten(1, (2, 9))  # [samples, blocks, 9, positions]
-    constant = torch.cat([patches, torch.ones_like(patches[:, :, :1])], 2).movedim(1, 0)
-    torch.testing.assert_close(first.A, constant.mean(-1))
-    torch.testing.assert_close(first.G, own["first.bias"].unflatten(1, (2, 2)).movedim(1, 0))
-    torch.testing.assert_close(first.factors["A"], torch.einsum("nbit,nbjt->nij", constant, constant) / 6)
-    weight = own["first.weight"].mean(0).flatten(1).unflatten(0, (2, 2))
-    bias = own["first.bias"].mean(0).unflatten(0, (2, 2))
-    torch.testing.assert_close(first.W, torch.cat([weight, bias[..., None]], -1))
-
-
-@pytest.mark.cpu
-def test_uses_of_shared_weights_are_positions(case):
-    model, x, y = case
-    shared = Probe(build, F.cross_entropy).observe(model.state_dict(), x, y)["shared"]
-    before = model.first(x).tanh().flatten(1)
-    inputs = torch.stack([before, model.shared(before).tanh()]).detach()
-    inputs = torch.cat([inputs, torch.ones_like(inputs[..., :1])], -1)
-    torch.testing.assert_close(shared.A[0], inputs.mean(0))
-    torch.testing.assert_close(shared.G[0], per_sample(model, x, y)["shared.bias"])
-    torch.testing.assert_close(shared.factors["A"][0], torch.einsum("tni,tnj->ij", inputs, inputs) / 6)
-
-
-def test_positions_of_a_token_loss_are_samples():
-    torch.manual_seed(2)
-    build_it = lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()  # noqa: E731
-    model, x, y = build_it(), torch.randn(2, 7, 3, dtype=torch.float64), torch.randint(4, (2, 7))
-
-    def loss(outputs, targets):
-        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-    tokens = Probe(build_it, loss, reduction="tokens").observe(model.state_dict(), x, y)
-    flat = Probe(build_it, F.cross_entropy).observe(model.state_dict(), x.flatten(0, 1), y.flatten())
-    assert tokens["0"].A.shape == (1, 14, 4)
-    for name in flat:
-        for part in ("A", "G", "W"):
-            torch.testing.assert_close(getattr(tokens[name], part), getattr(flat[name], part))
-        for factor in "AG":
-            torch.testing.assert_close(tokens[name].factors[factor], flat[name].factors[factor])
-
-
 def test_sampled_labels_change_the_rows_and_not_the_gradient(case):
     model, x, y = case
     true = Probe(build, F.cross_entropy).observe(model.state_dict(), x, y)["head"]
@@ -129,13 +84,6 @@ def test_model_and_generators_stay_as_they_are(case):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_layers_are_chosen_by_pattern(case):
-    assert Probe(build, F.cross_entropy).layers == ["first", "shared", "head"]
-    assert Probe(build, F.cross_entropy, layers=("h*", "first")).layers == ["first", "head"]
-    with pytest.raises(ValueError, match=r"layers='nothing' is not allowed.*first, shared, head"):
-        Probe(build, F.cross_entropy, layers=("nothing",))
 
 
 @pytest.mark.parametrize("name", tasks.names())
