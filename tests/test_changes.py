@@ -1,8 +1,5 @@
 """Models that change after the preconditioner was built, and steps that see little: as if built on what is there."""
 
-import copy
-import io
-import pickle
 from itertools import pairwise
 
 import pytest
@@ -11,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests.classifier import SAMPLED, assert_same, batch, blocks, network, precondition, train
+from tests.classifier import assert_same, batch, blocks, network, precondition, train
 
 
 def chain(*widths):
@@ -136,31 +133,6 @@ def test_modules_replaced_or_added_later(change, fresh, updates):
     assert all(float(block["weight"]) > 0 for block in after.values())
     assert float(after["0.weight"]["weight"]) > float(before["0.weight"]["weight"])
     assert float(after[fresh]["weight"]) == pytest.approx(1 - 0.95**updates)
-
-
-def through_a_file(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_a_file])
-@pytest.mark.parametrize("curvature", [{}, SAMPLED])
-def test_a_copy_is_inert_and_the_original_goes_on(duplicate, curvature):
-    expected, model = network(), network()
-    train(expected, range(4), preconditioner=precondition(expected, curvature))
-    preconditioner = precondition(model, curvature)
-    train(model, range(2), preconditioner=preconditioner)
-    twin = duplicate(model)
-    assert_same(twin.state_dict(), model.state_dict(), 0)
-    for step in range(2, 4):
-        twin(batch(9)[0]).sum().backward()
-        train(model, [step], preconditioner=preconditioner)
-    assert_same(model.state_dict(), expected.state_dict())
-    other = precondition(twin, curvature)  # the copy may have one of its own
-    train(twin, range(2), preconditioner=other)
-    assert all(float(block["weight"]) > 0 for block in blocks(other).values())
 
 
 def test_another_dtype_between_steps():

@@ -153,12 +153,6 @@ def test_reentrant_checkpoints_are_refused(way, curvature):
         train(network(sequential(way)), curvature)
 
 
-def test_selective_checkpoints_know_no_sampled_fisher():
-    """PyTorch's own limit, which a later version may lift."""
-    with pytest.raises(RuntimeError, match="only allowed to backward once"):
-        train(network(selective), SAMPLED)
-
-
 @pytest.mark.parametrize("curvature", FISHERS)
 def test_natgrad_keeps_no_activations_of_checkpoints(curvature):
     """Between forward and backward there are as many bytes with natgrad as without."""

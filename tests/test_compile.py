@@ -227,18 +227,6 @@ def test_evaluation_of_a_compiled_model():
     assert_same(model.state_dict(), plain.state_dict())
 
 
-def test_attacks_on_a_compiled_model_are_not_counted():
-    plain, model = network(), network()
-    expected = Training(plain, plain).steps(2)
-    training = Training(model, torch.compile(model, backend="aot_eager"))
-    for step in range(2):
-        x, y = batch(step)
-        x.requires_grad_()
-        torch.autograd.grad(cross_entropy(training.called(x), y), x)
-        training.step(step)
-    assert_same(model.state_dict(), expected)
-
-
 COMPILED = {"backend": "aot_eager", "fullgraph": True}
 
 

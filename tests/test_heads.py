@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import natgrad
 
@@ -189,20 +188,8 @@ def test_other_heads_are_named_once_in_the_first_pass(make, inputs, heads):
     step(model, optimizer, inputs)
 
 
-def not_reentrant(body, x):
-    return checkpoint(body, x, use_reentrant=False)
-
-
 def compiled(body, x):
     return torch.compile(body, backend="aot_eager")(x)
-
-
-@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
-@pytest.mark.parametrize("way", [not_reentrant, compiled])
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_checkpoints_and_compiled_bodies_hide_no_head(way, kind):
-    model, optimizer = build(partial(Decoder, kind, way))
-    step(model, optimizer, tokens)
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")

@@ -79,18 +79,3 @@ def test_eigenvalues_below_zero_count_as_zero(broken):
     assert torch.equal(values[0], torch.tensor([0.0, 1.0, 2.0]))
     assert torch.equal(values[1], torch.tensor([0.0, 0.0, 3.0]))
     torch.testing.assert_close(vectors[:2] @ vectors[:2].mT, torch.eye(3).expand(2, -1, -1))
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
-@pytest.mark.parametrize("records", [False, True])
-def test_products_of_transposes(count, wide, records):
-    generator = torch.Generator().manual_seed(0)
-    left = torch.randn(count, 5, 7, generator=generator, requires_grad=records)
-    right = torch.randn(count, 6, 5, generator=generator).to(wide)
-    out = torch.empty(count, 7, 6)
-    with torch.set_grad_enabled(records):
-        product = linalg.product(left.mT, right.mT, out=out)
-    assert product.dtype == wide
-    assert (product.data_ptr() == out.data_ptr()) == (wide == torch.float32 and not records)
-    torch.testing.assert_close(product, torch.einsum("nij,nki->njk", left.to(wide), right), rtol=1e-5, atol=1e-6)

@@ -140,16 +140,6 @@ def test_what_is_wrong_is_found(monkeypatch):
     assert report.worst >= rows["5"].factors
 
 
-@pytest.mark.compiles
-def test_a_compiled_model():
-    model = network()
-    compiled = torch.compile(model, backend="aot_eager")
-    preconditioner = natgrad.Preconditioner(compiled)
-    for _ in range(2):
-        assert preconditioner.verify(batch(), loss_of).worst < 1e-5
-    assert loss_of(compiled, batch()).requires_grad
-
-
 def test_bad_losses():
     preconditioner = natgrad.Preconditioner(network())
     for loss_fn in (

@@ -98,18 +98,6 @@ def test_a_wrong_value_in_a_journal_is_named_with_its_line(tmp_path, finished, f
     assert_one_line(run(*COMPARE, tmp_path), f"{tmp_path / 'runs.jsonl'}, line 2: ")
 
 
-@pytest.mark.parametrize("name", [*Job(task="tabular").to_json(), "run", "colour"])
-@pytest.mark.parametrize(
-    "value", [True, -1, float("nan"), 10**400, "[/bold]", [1], {"a": 1}], ids=lambda value: str(value)[:9]
-)
-def test_a_wrong_value_in_a_configuration_is_named(tmp_path, finished, name, value):
-    values = {**json.loads(finished[0]), name: value}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(values, indent=2))
-    (tmp_path / "checkpoints").mkdir()
-    assert_one_line(run("train", "--resume", tmp_path))
-
-
 def test_a_wrong_value_is_named_with_its_line(tmp_path, finished):
     path = tmp_path / "config.json"
     path.write_bytes(finished[0].replace(b'"seed": 0', b'"seed": "x"'))

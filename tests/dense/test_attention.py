@@ -167,42 +167,6 @@ def packed(**options):
     return nn.MultiheadAttention(4, 2, batch_first=True, **options).double()
 
 
-class SelfAttending(nn.Module):
-    """Self-attention whose output is changed in place."""
-
-    def __init__(self, attn):
-        super().__init__()
-        self.attn = attn
-
-    def forward(self, x):
-        return self.attn(x, x, x, need_weights=False)[0].add_(x).mul_(2)
-
-
-def one_step(model, x, run=None):
-    """The gradients before a step and after it."""
-    preconditioner = natgrad.Preconditioner(model, damping=0.3)
-    run = model if run is None else run
-    (total_loss(run(x), len(x)) / len(x)).backward()
-    raw = [parameter.grad.clone() for parameter in model.parameters()]
-    preconditioner.step()
-    return raw, [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def assert_same_steps(model, other, x, run, tolerance=1e-9):
-    for left, right in zip(one_step(model, x), one_step(other, x, run), strict=True):
-        for one, two in zip(left, right, strict=True):
-            torch.testing.assert_close(two, one, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.cpu
-def test_under_torch_compile():
-    model = SelfAttending(packed(dropout=0.0))
-    other = copy.deepcopy(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
-    assert_same_steps(model, other, torch.randn(3, 5, 4).double(), compiled)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "tokens"])
 def test_sampled_labels_as_with_linear_layers(reduction):
     attn, x = packed(), torch.randn(3, 5, 4).double()
@@ -228,20 +192,3 @@ def test_evaluation_keeps_the_fast_path(monkeypatch):
     with torch.no_grad():
         attn(x, x, x)
     assert calls
-
-
-@pytest.mark.parametrize("options", [{}, {"kdim": 3, "vdim": 5}, {"add_bias_kv": True}, {"bias": False}])
-def test_explain_has_a_row_for_each_part(options):
-    model = Attending(packed(**options))
-    preconditioner = natgrad.Preconditioner(model, {"attn.out_proj": None, "attn": natgrad.KFAC()})
-    explanation = preconditioner.explain()
-    shapes = {row.parameter: row.shape for row in explanation.rows}
-    for part in PARTS:
-        weight = f"attn.{part[0]}_proj_weight" if "kdim" in options else f"attn.in_proj_weight[{part}]"
-        assert shapes[weight] == (4, {"key": 3, "value": 5}.get(part, 4) if "kdim" in options else 4)
-        assert "bias" in options or shapes[f"attn.in_proj_bias[{part}]"] == (4,)
-    left = {row.parameter: row.reason for row in explanation.rows if row.reason}
-    assert left.keys() == {name for name in dict(model.named_parameters()) if "out_proj" in name or "bias_" in name}
-    assert "attn.bias_k" not in left or "linear map" in left["attn.bias_k"]
-    assert sum(math.prod(shape) for shape in shapes.values()) == sum(p.numel() for p in model.parameters())
-    assert len(preconditioner.state_dict()["blocks"]) == 3

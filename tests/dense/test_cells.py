@@ -126,12 +126,3 @@ def _with_batch(state):
     if state is None:
         return None
     return tuple(part[None] for part in state) if isinstance(state, tuple) else state[None]
-
-
-def test_explain_names_both_projections_and_what_hides_them():
-    model = nn.ModuleDict({"cell": nn.GRUCell(2, 3), "fused": nn.GRU(2, 3)})
-    rows = natgrad.Preconditioner(model, {"cell": natgrad.KFAC(), "fused": natgrad.KFAC()}).explain().rows
-    shapes = {row.parameter: row.shape for row in rows if not row.reason}
-    names = ("weight_ih", "bias_ih", "weight_hh", "bias_hh")
-    assert shapes == {f"cell.{name}": tuple(getattr(model["cell"], name).shape) for name in names}
-    assert all("hides its gates" in row.reason for row in rows if row.parameter.startswith("fused"))

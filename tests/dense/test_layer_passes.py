@@ -6,31 +6,7 @@ from torch import nn
 
 import natgrad
 from tests.dense import reference as dense
-from tests.dense.drawn import assert_preconditioned, total_loss
-from tests.device import here
-
-
-@pytest.mark.parametrize("moved", [0, 2])
-def test_a_model_may_be_moved_after_the_preconditioner_was_built(moved):
-    """As trainers do with the device; here with the dtype."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    preconditioner = natgrad.Preconditioner(model, damping=0.3, refresh=natgrad.Refresh(inverses=5))
-    reference, expected = dense.twin(model), dense.KFAC(damping=0.3)
-    for step in range(4):
-        x = torch.randn(5, 3).double()
-        if step == moved:
-            model.double()
-        model.zero_grad()
-        (total_loss(model(x.to(model[0].weight)), 5) / 5).backward()
-        raw = {name: W.clone() for name, W in dense.gradients(model).items()}
-        preconditioner.step()
-        if step == 0:
-            rows = dense.capture(reference, lambda model, x=x: total_loss(model(x), 5))
-            first = expected.step(rows, {name: W.double() for name, W in raw.items()})
-            dense.assert_equal({name: V.double() for name, V in dense.gradients(model).items()}, first, 1e-4)
-    state = here(preconditioner.state_dict()["blocks"])["0.weight"]
-    assert all(state[name].dtype == torch.float64 for name in ("A", "QA", "weight"))
+from tests.dense.drawn import assert_preconditioned
 
 
 def evaluate(model, x):

@@ -236,24 +236,6 @@ def test_a_bare_sampled_kfac_draws_the_labels_of_norms_too():
     assert float(blocks["6.weight"]["weight"]) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_bfloat16_models_and_autocast(form):
-    x, y = data(samples=16)
-    expected = {
-        name: dense_norm.solve(norm.gradient, norm.fisher(form), 0.5)
-        for name, norm in references(network(), lambda m: cross_entropy(m(x), y, reduction="sum")).items()
-    }
-    half = network().bfloat16()
-    mixed = network().float()
-    for model, within in ((half, False), (mixed, True)):
-        preconditioner = natgrad.Preconditioner(model, natgrad.UnitWise(form=form), damping=0.5)
-        with torch.autocast("cpu", torch.bfloat16, enabled=within):
-            cross_entropy(model(x.to(model[0].weight.dtype)), y).backward()
-        preconditioner.step()
-        assert preconditioner.state_dict()["blocks"]["1.weight"]["F"].dtype == torch.float32
-        assert_solved(model, expected, 0.1)
-
-
 def test_autocast_does_not_round_the_statistics():
     """The backward pass within autocast gives the factors of the one behind it, to the last bit."""
     found = []

@@ -114,16 +114,6 @@ def test_accumulation_equals_one_big_batch(method, accumulation):
         run.step(rows, *losses(x, y, parts, divisor=divisor), factor=parts // divisor)
 
 
-@every_method
-def test_ragged_accumulation_weighs_samples_alike_in_the_factors(method):
-    run, (x, y) = Run(method, classifier()), images()
-    for xs, ys in zip(x.split([4, 2]), y.split([4, 2]), strict=True):
-        loss(run.model, xs, ys, divisor=2).backward()
-    raw = {name: W.clone() for name, W in dense.gradients(run.model).items()}
-    run.preconditioner.step()
-    run.compare(run.rows(partial(loss, x=x, y=y, reduction="sum")), raw)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("accumulation", ["mean", "sum"])
 @pytest.mark.parametrize("parts", [1, 3])

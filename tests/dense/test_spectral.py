@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import conv2d, mse_loss, unfold
+from torch.nn.functional import mse_loss
 
 import natgrad
 from tests.dense.reference import relative_error
@@ -90,20 +90,6 @@ def test_groups_of_outputs_have_polar_factors_of_their_own(steps, outputs):
         assert relative_error(found, 0.2 * update.numel() ** 0.5 * update / update.norm()) < 1e-9
 
 
-def test_a_convolution_with_groups_moves_group_by_group():
-    torch.manual_seed(0)
-    model = nn.Conv2d(4, 6, 3, groups=2, bias=False).double()
-    x, y = torch.randn(8, 4, 6, 6).double(), torch.randn(8, 6, 4, 4).double()
-    g = 2 * (conv2d(x, model.weight, groups=2) - y).detach() / y[0].numel()
-    precondition(model, spectral(), x, y)
-    for group in range(2):
-        a = unfold(x[:, 2 * group : 2 * group + 2], 3).mT.flatten(0, 1)
-        rows = g[:, 3 * group : 3 * group + 3].flatten(2).mT.flatten(0, 1)
-        expected = Dense(0.25).step(a, rows, rows.mT @ a / len(x))
-        found = model.weight.grad[3 * group : 3 * group + 3].flatten(1)
-        assert relative_error(found, expected) < 1e-9
-
-
 def dense_newton_schulz(X, steps):
     X = X / X.norm()
     for _ in range(steps):
@@ -154,13 +140,3 @@ def test_neither_reduction_nor_clip_changes_the_update(change):
         preconditioner.step()
         found.append(model.weight.grad)
     assert relative_error(*found) < 1e-9
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_block_moves_if_any_element_of_its_gradient_is_not_zero(groups):
-    curvature = natgrad.Spectral(power=0, groups=groups)
-    momentum = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    gradient = torch.zeros_like(momentum)
-    gradient[0, 1, 2], gradient[1, 3, 4], gradient[2, 0, 0] = 1.0, -1.0, 1e-300
-    update = curvature.precondition({}, {}, {"momentum": momentum}, gradient, 0.01)
-    assert update.flatten(1).any(1).tolist() == [True, True, True, False]

@@ -88,10 +88,6 @@ def test_schedules_of_the_step(curvature):
     )
 
 
-def test_a_shrinking_interval_is_due_at_once():
-    follow({}, steps=6, factors=lambda step: 1, inverses=lambda step: 100 if step < 3 else 1)
-
-
 @pytest.mark.parametrize("value", [0, -1.0, None, "1", float("nan"), torch.ones(2)])
 @pytest.mark.parametrize("name", ["damping", "factors", "inverses"])
 def test_a_bad_schedule_changes_nothing(name, value):

@@ -107,33 +107,7 @@ def test_wrapped_ranks_that_leave_gradients_to_others_all_raise(ranks, names):
         torch.testing.assert_close(averaged, reduced)
 
 
-OTHERS = {
-    "curvature, HyLo.method": (natgrad.HyLo(4, method="kid"), natgrad.HyLo(4, method="kis")),
-    "HyLo.threshold": (natgrad.HyLo(threshold=0.5), natgrad.HyLo(threshold=0.1)),
-    "KFAC.warm": (natgrad.KFAC(form="iterative"), natgrad.KFAC(form="iterative", tolerance=0.5)),
-    "KFAC.warm of A alone": tuple(natgrad.KFAC(form="iterative", sides="a", iterations=own) for own in (2, 3)),
-    "KFAC.pi of an embedding": tuple(natgrad.KFAC(form="inverse", pi=own) for own in (True, False)),
-}
 """Curvatures of two ranks, by what an error calls the difference, of a linear layer or of another kind."""
-
-
-def take_other_curvatures(name):
-    name, _, kind = name.partition(" of ")
-    table = kind == "an embedding"
-    model = nn.Embedding(4, 2) if table else nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    curvature = OTHERS[f"{name} of {kind}" if kind else name][place()[0]]
-    covered = {"*": curvature} if table else curvature
-    preconditioner = natgrad.Preconditioner(model, covered, optimizer=optimizer, gradients="reduce")
-    x = torch.arange(4) if table else torch.randn(4, 3)
-    model(x).square().mean().backward()
-    with pytest.raises(natgrad.NatgradError, match=f"the ranks differ in {name}"):
-        preconditioner.step()
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_ranks_with_other_options_of_a_curvature_all_raise(ranks, name):
-    ranks.run(2, take_other_curvatures, name, limit=30)
 
 
 def test_work_of_unknown_layers():

@@ -6,7 +6,7 @@ import pytest
 
 import natgrad
 from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, messages, train
-from tests.refresh.own_rules import LargestDrift, RoundRobin
+from tests.refresh.own_rules import RoundRobin
 
 SIDES = natgrad.Refresh(factors=natgrad.Sides(inputs=3, gradients=2), inverses=natgrad.Sides(inputs=6, gradients=4))
 RULES = {
@@ -144,15 +144,3 @@ def test_rules_send_no_message_of_their_own(ranks):
 
 
 # --- Of a user's own ------------------------------------------------------------------------------------------------
-
-
-def test_layers_compared_with_one_another(ranks):
-    """As one process compares them, where each rank is a worker of all layers; elsewhere each rank compares its own."""
-    given = Job(refresh=LargestDrift(1), options={"placement": "comm-opt"})
-    expected, result = follow(given, range(STEPS))
-    answers = ranks.run(2, follow, given, range(STEPS))
-    assert all(seen == expected for seen, _ in answers)
-    assert_close(answers[0][1], result, 1e-8)
-    assert_bit_identical(
-        [own for _, own in ranks.run(2, follow, replace(given, options={"placement": "mem-opt"}), range(STEPS))]
-    )

@@ -4,7 +4,6 @@ import itertools
 import math
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -208,40 +207,3 @@ def test_columns_are_the_patches_and_come_in_pieces(case, piece, seed):
 
 def sorted_rows(rows: Tensor) -> Tensor:
     return torch.tensor(sorted(rows.tolist())).view(rows.shape)
-
-
-REAL = {  # batch, channels, size, kernel, stride, groups: of networks in use
-    "ResNet-32 stem": (64, 3, 32, 3, 1, 1),
-    "ResNet-32 stage 1": (64, 16, 32, 3, 1, 1),
-    "ResNet-32 stage 2, first": (64, 16, 32, 3, 2, 1),
-    "ResNet-32 stage 3": (64, 64, 8, 3, 1, 1),
-    "ResNet-32 shortcut": (64, 32, 16, 1, 2, 1),
-    "ResNet-50 stem": (2, 3, 224, 7, 2, 1),
-    "ResNeXt": (4, 64, 14, 3, 1, 4),
-    "MobileNet": (4, 32, 28, 3, 1, 32),
-}
-
-
-@pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_single_precision_on_real_shapes_whatever_the_maps(name, dtype):
-    batch, channels, size, kernel, stride, groups = REAL[name]
-    maps = torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(0)).relu().to(dtype)
-    patches = F.unfold(maps.double(), kernel, padding=kernel // 2, stride=stride)
-    patches = patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
-    expected = patches.mT @ patches / batch
-    out = torch.full(expected.shape, math.nan)
-    with torch.autocast("cpu", torch.bfloat16):  # as where a hook runs inside a user's autocast
-        gram.add_patch_gram_(
-            out,
-            maps,
-            kernel_size=(kernel, kernel),
-            stride=(stride, stride),
-            padding=[(kernel // 2, kernel // 2)] * 2,
-            dilation=(1, 1),
-            groups=groups,
-            scale=1 / batch,
-            overwrite=True,
-        )
-    out = mirrored(out)
-    assert (out - expected).norm() <= (1e-6 if dtype == torch.float32 else 3e-6) * expected.norm()

@@ -4,14 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn.functional import one_hot
 
 import natgrad
 from natgrad.layers import layers_for
 from natgrad.layers.convolution import PatchRows
 from natgrad.layers.embedding import OneHotRows
-from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, by_sample, sum_squares
+from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, by_sample
 from natgrad.layers.transposed import PhaseRows
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, convolutions, transposed
@@ -47,13 +46,6 @@ def test_rows_know_their_squares(drawn):
             rows.add_gram_(out, scale=scale, overwrite=overwrite)
             torch.testing.assert_close(out.tril(), expected.tril())
     assert isinstance(maps, (PatchRows, PhaseRows)) or not layer.weight.requires_grad
-
-
-def test_squares_of_halves_are_summed_piece_by_piece_in_float32():
-    rows = torch.full((3, 2**20), 300.0, dtype=torch.float16)
-    assert sum_squares(rows, 0).dtype == torch.float32
-    assert (sum_squares(rows, 0) == 3 * 300.0**2).all()
-    assert (sum_squares(rows, 1) == 2.0**20 * 300.0**2).all()
 
 
 @DRAWN
@@ -105,19 +97,6 @@ def test_rows_stand_in_the_order_of_the_output_positions(drawn, seed):
     torch.testing.assert_close(a.dense(), expected, rtol=0, atol=0)
     torch.testing.assert_close(a.pool(), expected.sum(2))
     torch.testing.assert_close(gradients.dense(), dense.output_rows(module, g), rtol=0, atol=0)
-
-
-def test_rows_of_coefficients():
-    """What is pooled is the sum of the rows over positions, and their products are those of all rows."""
-    torch.manual_seed(0)
-    (layer,) = layers_for("norm", nn.LayerNorm(3))
-    _, rows = layer.rows(torch.randn(4, 5, 3), torch.randn(4, 5, 3), 4)
-    dense_rows = rows.dense()
-    torch.testing.assert_close(rows.pool(), dense_rows.sum(2))
-    gram = torch.empty(1, 6, 6)
-    rows.add_gram_(gram, overwrite=True)
-    expected = dense_rows.flatten(0, 2).mT @ dense_rows.flatten(0, 2)
-    torch.testing.assert_close(gram[0].tril(), expected.tril())
 
 
 @DRAWN

@@ -61,9 +61,3 @@ def test_a_layer_without_a_gradient_in_this_step_was_preconditioned_before():
     model.calls_second = False
     step()
     assert preconditioner.explain().preconditioned == 1.0
-
-
-def test_complex_weights_are_left_to_the_optimizer():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, dtype=torch.complex64))
-    text = str(natgrad.Preconditioner(model, kl_clip=None).explain())
-    assert text.count("complex") == 2

@@ -130,19 +130,3 @@ def test_a_count_is_the_number_of_samples_of_an_ambiguous_batch():
         expected[name] = dense.solve_eigen((g.mT @ a / 2)[None], A[None], G[None], 0.05)
     actual = natural(Clouds(pools=False), clouds(), of=lambda outputs: outputs.square().sum() / 2, count=2)
     dense.assert_equal(actual, expected)
-
-
-def test_auto_finds_tokens_before_it_asks_for_a_number_of_samples():
-    class Sequences(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(3, 2)
-
-        def forward(self, parts):
-            return self.head(torch.cat(parts))
-
-    model = Sequences()
-    preconditioner = natgrad.Preconditioner(model, reduction="auto")
-    model([torch.randn(2, 4, 3), torch.randn(3, 4, 3)]).square().mean().backward()
-    preconditioner.step()
-    assert "tokens" in preconditioner.explain().note

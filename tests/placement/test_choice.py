@@ -72,12 +72,6 @@ def test_the_share_of_a_rank_on_the_host_is_a_quarter_of_its_part(monkeypatch, m
     assert plan.placement.name == chosen
 
 
-def test_options_outlive_the_choice():
-    options = {"speeds": (1.0, 2.0), "owners": "round-robin", "memory": 10**9}
-    plan = make_plan(Placement(**options), resnet50(), 2)
-    assert all(getattr(plan.placement, name) == value for name, value in options.items())
-
-
 def test_assigned_layers_keep_their_workers_and_memory_is_no_matter_then():
     works = resnet50()
     previous = make_plan(resolve("mem-opt"), works, 4).assignments

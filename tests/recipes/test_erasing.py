@@ -64,8 +64,3 @@ def test_steps_seeds_and_ranks_draw_apart_and_a_resumed_one_the_same():
 def test_a_probability_is_a_share(wrong):
     with pytest.raises(ValueError, match="probability"):
         ZeroErasing(wrong)
-
-
-def test_inputs_are_images():
-    with pytest.raises(ValueError, match="inputs"):
-        ZeroErasing()(torch.ones(4, 4))

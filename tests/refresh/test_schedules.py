@@ -27,12 +27,6 @@ def test_a_sixth_of_the_steps_of_45_epochs_are_refreshes_by_equation_22(epoch):
     assert refreshed(natgrad.GrowingInterval(epoch), 45 * epoch) / (45 * epoch) == pytest.approx(0.17, abs=0.01)
 
 
-def test_the_frequency_decays_at_given_steps():
-    schedule = natgrad.MultiStepInterval(10, steps=[100, 300], factor=2)
-    assert [schedule(step) for step in (0, 99, 100, 299, 300, 10**6)] == [10, 10, 20, 20, 40, 40]
-    assert refreshed(schedule, 500) == 10 + 10 + 5
-
-
 @pytest.mark.parametrize(("ranks", "interval"), [(16, 2000), (32, 1000), (64, 500), (128, 250), (256, 125)])
 def test_scaled_intervals_are_those_of_pauloski(ranks, interval):
     assert natgrad.ScaledInterval(500, reference=64, size=ranks)(0) == interval

@@ -70,18 +70,6 @@ def test_averages_and_bases_are_those_of_their_own_clocks(fisher):
                 torch.testing.assert_close(own[f"v{name}"], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_the_inputs_of_sampled_labels_are_those_of_the_loss():
-    """Where A alone is due no labels are drawn; the average is what the empirical Fisher has."""
-    averages = []
-    for fisher in ("empirical", "sampled"):
-        torch.manual_seed(0)
-        options = {"refresh": natgrad.Refresh(factors=natgrad.Sides(inputs=1, gradients=50)), "lr": 0.0}
-        _, states = run(natgrad.KFAC, 3, fisher=fisher, **options)
-        averages.append([own["A"] for own in states[-1]["blocks"].values()])
-    for one, other in zip(*averages, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_inverses_that_balance_the_damping_follow_the_shorter_clock():
     """With π both inverses read both factors."""
     options = {"refresh": natgrad.Refresh(inverses=INVERSES)}

@@ -72,15 +72,6 @@ def test_placement_scales_tilts_and_shifts(
     assert (constant == "SHIFT") == (moved > 0.8 * limit)
 
 
-def test_ink_stands_out_from_the_mean_behind_it_and_stays_a_colour() -> None:
-    backgrounds = glyphs._crops(glyphs.photographs()[0], 2000, Generator().manual_seed(0))
-    ink = glyphs._ink(backgrounds, Generator().manual_seed(1))
-    assert ink.min() >= -1e-6
-    assert ink.max() <= 1 + 1e-6
-    behind = backgrounds.mean(dim=(2, 3)) @ glyphs.LUMA
-    assert (ink @ glyphs.LUMA - behind).abs().min() >= glyphs.CONTRAST - 1e-4
-
-
 def test_seed_decides_the_images_and_depth_does_not() -> None:
     first, depth, seed = (
         tasks.get("glyphs", images=64, **options).datasets()[0] for options in ({}, {"depth": 32}, {"seed": 1})
