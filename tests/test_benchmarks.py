@@ -65,6 +65,7 @@ def test_a_step_is_timed_beside_sgd_and_the_limit():
     assert all(each.over_sgd == pytest.approx(each.step_ms / (each.step_ms - each.added_ms)) for each in costs)
 
 
+@pytest.mark.slow
 def test_every_curvature_is_timed_and_weighed():
     rows = curvature.measure("resnet32", 1, "wall", CPU, tuple(curvature.METHODS))
     assert [row.method for row in rows] == list(curvature.METHODS)
@@ -90,6 +91,7 @@ def time_placements():
     return placement.measure("resnet32", "eigen", 1, [])
 
 
+@pytest.mark.slow
 def test_every_placement_is_timed_and_counted(ranks):
     rows = placement.summarize(ranks.run(2, time_placements)[0], wired=False)
     assert {row.name for row in rows} == {placement.DDP, *placement.configurations("eigen")}
@@ -104,6 +106,7 @@ def time_daso():
     return daso.measure(1, 1)
 
 
+@pytest.mark.slow
 def test_daso_is_timed_beside_ddp(ranks):
     found = {row.name: row for row in daso.rows(ranks.run(2, time_daso)[0], timed=True)}
     assert found[daso.DDP].faster == 1
@@ -121,6 +124,7 @@ def train_daso():
     return runs, daso_grid.train(daso_grid.Setting(**setting, learning_rate=0.05), 4, 1, "delta", 0)
 
 
+@pytest.mark.slow
 def test_daso_trains_beside_ddp(ranks):
     runs, end = ranks.run(2, train_daso)[0]
     rows = {row.name: row for row in daso_training.rows(runs)}
@@ -143,6 +147,7 @@ def test_an_open_question_trains(method):
     assert math.isfinite(found["loss"])
 
 
+@pytest.mark.slow
 def test_trainings_by_damping_and_by_placement_end(monkeypatch, capsys):
     monkeypatch.setitem(default_damping.EPOCHS, "tabular", 1)
     assert default_damping.final_loss("rank-one", "tabular", 0.1, {"learning_rate": 0.1}, 0) > 0
