@@ -30,12 +30,3 @@ def test_a_sixth_of_the_steps_of_45_epochs_are_refreshes_by_equation_22(epoch):
 @pytest.mark.parametrize(("ranks", "interval"), [(16, 2000), (32, 1000), (64, 500), (128, 250), (256, 125)])
 def test_scaled_intervals_are_those_of_pauloski(ranks, interval):
     assert natgrad.ScaledInterval(500, reference=64, size=ranks)(0) == interval
-
-
-def test_scaled_intervals_keep_the_refreshes_of_an_epoch():
-    images = 1_281_167
-    counts = {
-        ranks: refreshed(natgrad.ScaledInterval(50, reference=64, size=ranks), images // (32 * ranks))
-        for ranks in (16, 48, 256)
-    }
-    assert set(counts.values()) <= {12, 13}
