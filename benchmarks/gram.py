@@ -104,13 +104,13 @@ class Patches:
         """Return ways to their patch covariance."""
         maps = torch.randn(self.batch, self.channels, self.size, self.size)
         padding = self.kernel // 2
-        geometry: dict[str, Any] = {
-            "kernel_size": (self.kernel,) * 2,
-            "stride": (self.stride,) * 2,
-            "padding": ((padding,) * 2,) * 2,
-            "dilation": (1, 1),
-        }
-        window, width = Window(**geometry), self.channels // self.groups * self.kernel**2
+        window = Window(
+            kernel_size=(self.kernel,) * 2,
+            stride=(self.stride,) * 2,
+            padding=((padding,) * 2,) * 2,
+            dilation=(1, 1),
+        )
+        width = self.channels // self.groups * self.kernel**2
         out = torch.zeros(self.groups, *[width + self.bias] * 2)
         square = out[:, :width, :width]
 
@@ -125,10 +125,8 @@ class Patches:
             "patches": lambda: add_column_grams_(square, window.columns(maps, self.groups, PIECE)),
         }
         if self.stride == 1:
-            methods["lags"] = lambda: add_lag_gram_(
-                square, maps, window, self.groups, scale=1.0, overwrite=False, piece=PIECE
-            )
-        methods["natgrad"] = lambda: gram.add_patch_gram_(out, maps, **geometry, groups=self.groups, bias=self.bias)
+            methods["lags"] = lambda: add_lag_gram_(square, maps, window, self.groups, scale=1.0, piece=PIECE)
+        methods["natgrad"] = lambda: gram.add_patch_gram_(out, maps, window, bias=self.bias)
         return methods
 
 

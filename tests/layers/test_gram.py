@@ -98,19 +98,14 @@ def symmetric(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return values + values.mT
 
 
-def memory(start: Tensor, overwrite: bool) -> Tensor:
-    """What is there before: `start`, or NaN that an overwriting product must not keep."""
-    return torch.full_like(start, math.nan) if overwrite else start.clone()
-
-
 def mirrored(out: Tensor) -> Tensor:
     """What is above the diagonal is undefined."""
     return out.tril() + out.tril(-1).mT
 
 
-def assert_gram(out: Tensor, start: Tensor, rows: Tensor, scale: float, overwrite: bool) -> None:
+def assert_gram(out: Tensor, start: Tensor, rows: Tensor, scale: float) -> None:
     out = mirrored(out)
-    expected = scale * rows.mT @ rows + (0 if overwrite else start)
+    expected = scale * rows.mT @ rows + start
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -119,19 +114,18 @@ def assert_gram(out: Tensor, start: Tensor, rows: Tensor, scale: float, overwrit
     count=st.integers(0, 5),
     width=st.sampled_from([1, 2, 7, 64, 65, 130]),
     bias=st.booleans(),
-    overwrite=st.booleans(),
     layout=st.sampled_from(["rows", "columns", "strided"]),
     scale=st.sampled_from([1.0, 0.25, -2.0]),
 )
-def test_row_gram_is_the_product_of_the_rows(stack, count, width, bias, overwrite, layout, scale):
+def test_row_gram_is_the_product_of_the_rows(stack, count, width, bias, layout, scale):
     values = torch.randn((*stack, count, 2 * width), dtype=torch.float64)
     rows = values[..., ::2] if layout == "strided" else values[..., :width]
     if layout == "columns":
         rows = rows.mT.contiguous().mT
     start = symmetric(*stack, width + bias, width + bias)
-    out = memory(start, overwrite)
-    gram.add_row_gram_(out, rows, scale=scale, bias=bias, overwrite=overwrite)
-    assert_gram(out, start, with_ones(rows, bias), scale, overwrite)
+    out = start.clone()
+    gram.add_row_gram_(out, rows, scale=scale, bias=bias)
+    assert_gram(out, start, with_ones(rows, bias), scale)
 
 
 @given(
@@ -139,18 +133,17 @@ def test_row_gram_is_the_product_of_the_rows(stack, count, width, bias, overwrit
     groups=st.integers(1, 3),
     channels=st.sampled_from([1, 3, 66]),
     sizes=st.lists(st.integers(1, 4), max_size=3),
-    overwrite=st.booleans(),
     channels_last=st.booleans(),
 )
-def test_channel_gram_sums_over_samples_and_positions(batch, groups, channels, sizes, overwrite, channels_last):
+def test_channel_gram_sums_over_samples_and_positions(batch, groups, channels, sizes, channels_last):
     maps = torch.randn(batch, groups * channels, *sizes, dtype=torch.float64)
     if channels_last:
         maps = maps.movedim(1, -1).contiguous().movedim(-1, 1)
     rows = maps.reshape(batch, groups, channels, math.prod(sizes)).permute(1, 0, 3, 2).flatten(1, 2)
     start = symmetric(groups, channels, channels)
-    out = memory(start, overwrite)
-    gram.add_channel_gram_(out, maps, scale=0.5, overwrite=overwrite)
-    assert_gram(out, start, rows, 0.5, overwrite)
+    out = start.clone()
+    gram.add_channel_gram_(out, maps, scale=0.5)
+    assert_gram(out, start, rows, 0.5)
 
 
 LAYOUTS = st.sampled_from(["contiguous", "channels_last", "strided"])
@@ -162,33 +155,30 @@ def laid_out(maps: Tensor, layout: str) -> Tensor:
     return maps.repeat_interleave(2, -1)[..., ::2] if layout == "strided" else maps
 
 
-@given(case=convolutions(), bias=st.booleans(), overwrite=st.booleans(), layout=LAYOUTS, seed=st.integers(0, 9))
-def test_patch_gram_is_the_product_of_the_patches(case, bias, overwrite, layout, seed):
+@given(case=convolutions(), bias=st.booleans(), layout=LAYOUTS, seed=st.integers(0, 9))
+def test_patch_gram_is_the_product_of_the_patches(case, bias, layout, seed):
     maps = case.maps(seed)
     patches = with_ones(explicit_patches(maps, case), bias)
     start = symmetric(case.groups, patches.shape[-1], patches.shape[-1])
-    out = memory(start, overwrite)
-    options = {"groups": case.groups, "bias": bias, "scale": 0.25, "overwrite": overwrite}
-    gram.add_patch_gram_(out, laid_out(maps, layout), **case.geometry, **options)
-    assert_gram(out, start, patches, 0.25, overwrite)
+    out = start.clone()
+    gram.add_patch_gram_(out, laid_out(maps, layout), Window(**case.geometry), bias=bias, scale=0.25)
+    assert_gram(out, start, patches, 0.25)
 
 
 @given(
     case=convolutions(strides=(1,)),
-    overwrite=st.booleans(),
     layout=LAYOUTS,
     piece=st.sampled_from([1, 50, 1 << 18]),
     seed=st.integers(0, 9),
 )
-def test_lags_give_the_product_of_the_patches(case, overwrite, layout, piece, seed):
+def test_lags_give_the_product_of_the_patches(case, layout, piece, seed):
     assume(case.batch > 0)
     maps = case.maps(seed)
     patches = explicit_patches(maps, case)
     start = symmetric(case.groups, patches.shape[-1], patches.shape[-1])
-    out = memory(start, overwrite)
-    options = {"scale": -0.5, "overwrite": overwrite, "piece": piece}
-    add_lag_gram_(out, laid_out(maps, layout), Window(**case.geometry), case.groups, **options)
-    assert_gram(out, start, patches, -0.5, overwrite)
+    out = start.clone()
+    add_lag_gram_(out, laid_out(maps, layout), Window(**case.geometry), case.groups, scale=-0.5, piece=piece)
+    assert_gram(out, start, patches, -0.5)
 
 
 @given(case=convolutions(), piece=st.sampled_from([1, 50, 1 << 18]), seed=st.integers(0, 9))

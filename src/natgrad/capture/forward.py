@@ -151,11 +151,8 @@ class _SharedRows(MatrixRows):
         self._rows, self._source = rows, source
 
     @override
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        if overwrite:
-            self._rows.add_gram_(out, scale=scale, overwrite=overwrite)
-        else:
-            out.add_(self._source.gram(self._rows, out), alpha=scale)
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        out.add_(self._source.gram(self._rows, out), alpha=scale)
 
 
 class ForwardPasses:

@@ -37,12 +37,14 @@ __all__ = [
 # A module gets the layers of the first type that it is an instance of.
 _MAKERS: dict[type[nn.Module], Maker] = {
     nn.Linear: lambda name, module: [LinearLayer(name, module)],
-    nn.Conv1d: lambda name, module: [ConvolutionLayer(name, module)],
-    nn.Conv2d: lambda name, module: [ConvolutionLayer(name, module)],
-    nn.Conv3d: lambda name, module: [ConvolutionLayer(name, module)],
-    nn.ConvTranspose1d: lambda name, module: [TransposedConvolutionLayer(name, module)],
-    nn.ConvTranspose2d: lambda name, module: [TransposedConvolutionLayer(name, module)],
-    nn.ConvTranspose3d: lambda name, module: [TransposedConvolutionLayer(name, module)],
+    **dict.fromkeys(
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        lambda name, module: [ConvolutionLayer(name, module)],
+    ),
+    **dict.fromkeys(
+        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        lambda name, module: [TransposedConvolutionLayer(name, module)],
+    ),
     nn.Embedding: embedding_layers,
     nn.EmbeddingBag: embedding_layers,
     nn.MultiheadAttention: attention_layers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -110,7 +110,7 @@ class Layer(ABC):
         seconds: Host seconds spent on its curvature: in hooks, decompositions and solves.
     """
 
-    weight_name: ClassVar[str] = "weight"
+    weight_name: str = "weight"
     bias_name: str = "bias"
     blocks: int
     outputs: int
@@ -140,17 +140,12 @@ class Layer(ABC):
         self._shapes = [slot.shape for slot in self.slots]
 
     def lay_out(self) -> None:
-        """Set the sizes and the slots: here those of a weight ``[n o, ...]`` and a bias ``[n o]``."""
+        """Set the sizes and the slots: the weight has the first columns, the bias the last."""
         weight = self.module._parameters[self.weight_name]
         assert weight is not None
-        self.blocks = self._count_blocks()
-        self.outputs = weight.shape[0] // self.blocks
-        self.weight_columns = weight.shape[1:].numel() if self.weight else 0
+        self.blocks, self.outputs, columns_of_weight = self._block_sizes(weight)
+        self.weight_columns = columns_of_weight if self.weight else 0
         self.inputs = self.weight_columns + int(self.bias)
-        self._place_slots()
-
-    def _place_slots(self) -> None:
-        """Put the weight into the first columns, the bias into the last."""
         columns = (
             (self.weight_name, self.weight, slice(0, self.weight_columns)),
             (self.bias_name, self.bias, slice(self.weight_columns, None)),
@@ -159,8 +154,9 @@ class Layer(ABC):
             Slot(qualified(self.name, leaf), self.module, leaf, where) for leaf, used, where in columns if used
         ]
 
-    def _count_blocks(self) -> int:
-        return 1
+    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+        """Return n, o and the number of columns: here those of a weight ``[o, ...]`` in one block."""
+        return 1, weight.shape[0], weight.shape[1:].numel()
 
     @property
     def key(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import product
 from math import prod
 from typing import cast
@@ -15,7 +15,7 @@ from typing_extensions import override
 from natgrad.layers import gram
 from natgrad.layers.base import Layer
 from natgrad.layers.gram.windows import Window
-from natgrad.layers.rows import ChannelRows, MatrixRows, Rows, sum_squares, sum_up, with_constant
+from natgrad.layers.rows import ChannelRows, DenseRows, Rows, sum_squares, sum_up, with_constant
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -25,13 +25,14 @@ class ConvolutionLayer(Layer):
 
     module: Convolution
 
-    def _count_blocks(self) -> int:
-        self._ndim = len(self.module.kernel_size) + 2
-        return self.module.groups
+    @override
+    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+        groups = self.module.groups
+        return groups, len(weight) // groups, weight.shape[1:].numel()
 
     @override
     def batched(self, inputs: Tensor) -> bool:
-        return inputs.ndim == self._ndim
+        return inputs.ndim == len(self.module.kernel_size) + 2
 
     @override
     def positions(self, gradients: Tensor) -> int:
@@ -40,8 +41,8 @@ class ConvolutionLayer(Layer):
     @override
     def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> Rows:
         if not self.weight:
-            ones = MatrixRows(inputs.new_empty(self.positions(gradients), 0), samples, bias=True)
-            return ones if self.blocks == 1 else _Repeated(ones, self.blocks)
+            positions = self.positions(gradients) // samples
+            return DenseRows(inputs.new_ones(()).expand(self.blocks, samples, positions, 1))
         batched = self.batched(inputs)
         maps, seen = (tensor if batched else tensor[None] for tensor in (inputs, gradients))
         return self._patches(maps, tuple(seen.shape[2:]))
@@ -50,7 +51,7 @@ class ConvolutionLayer(Layer):
         """Return the patches of ``maps [B, C, *spatial]`` with these numbers of output `positions` per dimension."""
         padding = _padding(self.module)
         if self.module.padding_mode != "zeros":
-            maps = F.pad(maps, _flat(padding), mode=self.module.padding_mode)
+            maps = F.pad(maps, flat_padding(padding), mode=self.module.padding_mode)
             padding = ((0, 0),) * len(padding)
         window = Window(
             kernel_size=self.module.kernel_size,
@@ -65,57 +66,27 @@ class ConvolutionLayer(Layer):
         return ChannelRows(gradients if self.batched(gradients) else gradients[None], self.blocks)
 
 
-class KernelRows(Rows):
-    """Rows with a column for each element of a kernel, of each channel of ``maps [B, C, *spatial]`` in n groups."""
-
-    def __init__(self, maps: Tensor, kernel_size: tuple[int, ...], groups: int, *, bias: bool) -> None:
-        """Wrap `maps`."""
-        self.maps, self.groups, self.bias = maps, groups, bias
-        self.samples, self.channels = maps.shape[0], maps.shape[1] // groups
-        self.kernel_size = kernel_size
-
-    @abstractmethod
-    def of(self, maps: Tensor, *, bias: bool) -> Rows:
-        """Return the rows of the same kernel for other `maps` of the same sizes."""
-
-    @override
-    def part(self, start: int, stop: int) -> Rows:
-        return self.of(self.maps[start:stop], bias=self.bias)
-
-    def squares(self) -> Tensor:
-        """Return the sums of squares: box sums of the squared maps."""
-        squares = self.of(sum_squares(self.maps, 0)[None], bias=False).pool()[:, 0]
-        return with_constant(squares, self.samples * self.positions) if self.bias else squares
-
-
-class PatchRows(KernelRows):
+class PatchRows(Rows):
     """The patches of a convolution on ``maps [B, C, *spatial]`` with n groups of channels."""
 
     def __init__(self, maps: Tensor, window: Window, groups: int, *, bias: bool) -> None:
         """Wrap `maps`; patches are not built."""
-        super().__init__(maps, window.kernel_size, groups, bias=bias)
-        self.window = window
+        self.maps, self.window, self.groups, self.bias = maps, window, groups, bias
         self._spatial = window.positions(tuple(maps.shape[2:]))
-        self.positions = prod(self._spatial)
+        self.samples, self.positions = maps.shape[0], prod(self._spatial)
 
     @override
-    def of(self, maps: Tensor, *, bias: bool) -> Rows:
-        return PatchRows(maps, self.window, self.groups, bias=bias)
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        gram.add_patch_gram_(out, self.maps, self.window, bias=self.bias, scale=scale)
 
     @override
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        gram.add_patch_gram_(
-            out,
-            self.maps,
-            kernel_size=self.window.kernel_size,
-            stride=self.window.stride,
-            padding=self.window.padding,
-            dilation=self.window.dilation,
-            groups=self.groups,
-            bias=self.bias,
-            scale=scale,
-            overwrite=overwrite,
-        )
+    def part(self, start: int, stop: int) -> Rows:
+        return PatchRows(self.maps[start:stop], self.window, self.groups, bias=self.bias)
+
+    def squares(self) -> Tensor:
+        """Return the sums of squares: box sums of the squared maps."""
+        squares = PatchRows(sum_squares(self.maps, 0)[None], self.window, self.groups, bias=False).pool()[:, 0]
+        return with_constant(squares, self.samples * self.positions) if self.bias else squares
 
     def pool(self) -> Tensor:
         """Return the sums over positions: a box sum for each kernel offset, without building patches."""
@@ -140,7 +111,7 @@ class PatchRows(KernelRows):
     def _offsets(self) -> list[Tensor]:
         """Return the values at all positions ``[B, C, *positions]`` for each offset of the kernel."""
         window = self.window
-        padded = F.pad(self.maps, _flat(window.padding))
+        padded = F.pad(self.maps, flat_padding(window.padding))
         views = []
         for offset in product(*map(range, window.kernel_size)):
             view = padded
@@ -153,25 +124,6 @@ class PatchRows(KernelRows):
         return views
 
 
-class _Repeated(Rows):
-    """The same rows in every block: the constant of a grouped convolution with a frozen weight."""
-
-    def __init__(self, rows: Rows, blocks: int) -> None:
-        self.rows, self.blocks = rows, blocks
-        self.samples, self.positions = rows.samples, rows.positions
-
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        first = out.new_empty(1, *out.shape[1:])
-        self.rows.add_gram_(first, scale=scale, overwrite=True)
-        out.copy_(first.expand_as(out)) if overwrite else out.add_(first)
-
-    def pool(self) -> Tensor:
-        return self.rows.pool().expand(self.blocks, -1, -1)
-
-    def dense(self) -> Tensor:
-        return self.rows.dense().expand(self.blocks, -1, -1, -1)
-
-
 def _padding(module: Convolution) -> tuple[tuple[int, int], ...]:
     if module.padding == "valid":
         return ((0, 0),) * len(module.kernel_size)
@@ -181,6 +133,6 @@ def _padding(module: Convolution) -> tuple[tuple[int, int], ...]:
     return tuple((cast("int", padding),) * 2 for padding in module.padding)
 
 
-def _flat(padding: tuple[tuple[int, int], ...]) -> list[int]:
+def flat_padding(padding: Sequence[tuple[int, int]]) -> list[int]:
     """Return `padding` in the order of `F.pad`: the last dimension first."""
     return [side for sides in reversed(padding) for side in sides]

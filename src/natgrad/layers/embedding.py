@@ -69,9 +69,7 @@ class OneHotRows(Rows):
         self.samples, self.positions = ids.shape
 
     @override
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        if overwrite:
-            out.zero_()
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
         out.diagonal(dim1=-2, dim2=-1).add_(self.squares(), alpha=scale)
 
     def squares(self) -> Tensor:

@@ -6,6 +6,7 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, ClassVar, cast
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from natgrad.layers.base import CallObserver, Handle, Slot, is_trained, qualified
+from natgrad.layers.base import CallObserver, Handle, qualified
 from natgrad.layers.linear import LinearLayer
 from natgrad.layers.rows import Rows
 
@@ -28,37 +29,23 @@ class HiddenLayer(LinearLayer):
     observed_forward: ClassVar[type[ObservedForward]]
 
     def __init__(self, name: str, module: nn.Module, part: str, leaves: dict[str, slice | None]) -> None:
-        """Read the sizes off `module`.
-
-        Args:
-            name: The module's qualified name.
-            module: The module.
-            part: The name of the linear map within the module.
-            leaves: The names of weight and bias in the module, with the rows of this map; None: all rows.
-        """
+        """Read the sizes of a `part` from the rows of weight and bias in `leaves`; None stands for all rows."""
         self.part, self._owner, self._leaves = part, name, leaves
+        self.weight_name, self.bias_name = leaves
         super().__init__(qualified(name, part), module)
 
     @override
-    def leave_bias(self) -> None:
-        weight = next(iter(self._leaves))
-        self._leaves = {weight: self._leaves[weight], "": None}
-        super().leave_bias()
+    def lay_out(self) -> None:
+        super().lay_out()
+        slots, self.slots = self.slots, []
+        for slot in slots:
+            name, rows = qualified(self._owner, slot.leaf), self._leaves[slot.leaf]
+            self.slots.append(replace(slot, name=name, rows=rows, part=self.part if rows else ""))
 
     @override
-    def lay_out(self) -> None:
-        (weight, rows), (bias, _) = self._leaves.items()
-        self.weight, self.bias = is_trained(self.module, weight), is_trained(self.module, bias)
-        whole = cast("Tensor", self.module._parameters[weight])
-        self.blocks, self.outputs = 1, len(range(whole.shape[0])[rows or slice(None)])
-        self.weight_columns = whole.shape[1] if self.weight else 0
-        self.inputs = self.weight_columns + int(self.bias)
-        columns = {weight: slice(0, self.weight_columns), bias: slice(self.weight_columns, None)}
-        self.slots = [
-            Slot(qualified(self._owner, leaf), self.module, leaf, columns[leaf], rows, self.part if rows else "")
-            for leaf, rows in self._leaves.items()
-            if is_trained(self.module, leaf)
-        ]
+    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+        rows = self._leaves[self.weight_name]
+        return 1, len(weight if rows is None else weight[rows]), weight.shape[1]
 
     @override
     def observe_calls(self, observer: CallObserver) -> list[Handle]:
@@ -96,13 +83,6 @@ class ObservedForward(ABC):
         forward._observers.setdefault(part, []).append(observer)
         return _ObserverHandle(forward, part, observer)
 
-    def remove_observer(self, part: str, observer: CallObserver) -> None:
-        """Remove an observer; after the last one restore the module's forward."""
-        self._observers[part].remove(observer)
-        module = self._module()
-        if module is not None and not any(self._observers.values()) and module.__dict__.get("forward") is self:
-            del module.forward
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the module, or of its class where no gradients are recorded."""
         module = self._module()
@@ -125,14 +105,18 @@ class ObservedForward(ABC):
         return getattr, (self._module(), "forward")
 
 
+@dataclass
 class _ObserverHandle:
-    """Removes an observer."""
-
-    def __init__(self, forward: ObservedForward, part: str, observer: CallObserver) -> None:
-        self._forward, self._part, self._observer = forward, part, observer
+    forward: ObservedForward
+    part: str
+    observer: CallObserver
 
     def remove(self) -> None:
-        self._forward.remove_observer(self._part, self._observer)
+        """Remove the observer; after the last one restore the module's forward."""
+        observers, module = self.forward._observers, self.forward._module()
+        observers[self.part].remove(self.observer)
+        if module is not None and not any(observers.values()) and module.__dict__.get("forward") is self.forward:
+            del module.forward
 
 
 def unknown_forward(module: nn.Module, base: type[nn.Module], used: Mapping[Any, Sequence[str]]) -> str:

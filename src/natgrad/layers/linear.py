@@ -41,13 +41,8 @@ class Conv1DLayer(LinearLayer):
     """``transformers.pytorch_utils.Conv1D`` (GPT-2), a linear layer whose weight is ``[inputs, outputs]``."""
 
     @override
-    def lay_out(self) -> None:
-        weight = self.module._parameters["weight"]
-        assert weight is not None
-        self.blocks, self.outputs = 1, weight.shape[1]
-        self.weight_columns = len(weight) if self.weight else 0
-        self.inputs = self.weight_columns + int(self.bias)
-        self._place_slots()
+    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+        return 1, weight.shape[1], weight.shape[0]
 
     def ties(self, other: Layer) -> bool:
         """Return whether `other` uses the same weight. No embedding does: its rows would be columns here."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad.layers import gram
-from natgrad.linalg.device import known_all
+from natgrad.linalg.precision import at_least_float32
 
 _PIECE = 1 << 20
 """Elements to square at a time."""
@@ -32,12 +32,12 @@ class Rows(ABC):
     one_hot: bool = False
 
     @abstractmethod
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        """Add `scale` Σ_b Σ_t x xᵀ to the lower triangle of `out` ``[n, d, d]`` (or write it when `overwrite`)."""
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        """Add `scale` Σ_b Σ_t x xᵀ to the lower triangle of `out` ``[n, d, d]``."""
 
     def squares(self) -> Tensor:
         """Return Σ_b Σ_t x∘x ``[n, d]``, the diagonal of the Gram matrix, in at least float32."""
-        return sum_squares(self.dense().flatten(1, 2), 1)
+        return sum_squares(self.dense().flatten(1, 2).transpose(0, 1), 0)
 
     @abstractmethod
     def pool(self) -> Tensor:
@@ -61,13 +61,8 @@ class Rows(ABC):
 
     def nonzero(self) -> Tensor:
         """Return which positions ``[B, T]`` have a nonzero row (bool)."""
-        rows = self.dense()
-        if rows.shape[-1]:
-            first = rows[..., 0].ne(0).any(0)  # usually one column suffices
-            if known_all(first):
-                return first
         # A maximum is faster than a comparison of all elements, and does not underflow as a norm would.
-        return rows.abs().amax(-1).amax(0).ne(0)
+        return self.dense().abs().amax(-1).amax(0).ne(0)
 
 
 class DenseRows(Rows):
@@ -79,8 +74,8 @@ class DenseRows(Rows):
         self.samples, self.positions = values.shape[1], values.shape[2]
 
     @override
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        gram.add_row_gram_(out, self.values.flatten(1, 2), scale=scale, overwrite=overwrite)
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        gram.add_row_gram_(out, self.values.flatten(1, 2), scale=scale)
 
     @override
     def pool(self) -> Tensor:
@@ -100,8 +95,8 @@ class MatrixRows(Rows):
         self.samples, self.positions = samples, matrix.shape[0] // max(1, samples)
 
     @override
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        gram.add_row_gram_(out[0], self.matrix, scale=scale, bias=self.bias, overwrite=overwrite)
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        gram.add_row_gram_(out[0], self.matrix, scale=scale, bias=self.bias)
 
     @override
     def squares(self) -> Tensor:
@@ -133,8 +128,8 @@ class ChannelRows(Rows):
         self.samples, self.positions = maps.shape[0], maps.shape[2:].numel()
 
     @override
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        gram.add_channel_gram_(out, self.maps, scale=scale, overwrite=overwrite)
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        gram.add_channel_gram_(out, self.maps, scale=scale)
 
     @override
     def squares(self) -> Tensor:
@@ -163,8 +158,8 @@ class CoefficientRows(Rows):
         self.samples, self.positions = self.columns[0].shape[1:3]
 
     @override
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        DenseRows(self.dense()).add_gram_(out, scale=scale, overwrite=overwrite)
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        DenseRows(self.dense()).add_gram_(out, scale=scale)
 
     @override
     def pool(self) -> Tensor:
@@ -173,10 +168,6 @@ class CoefficientRows(Rows):
     @override
     def dense(self) -> Tensor:
         return torch.cat(self.columns, -1)
-
-    @override
-    def nonzero(self) -> Tensor:
-        return self.columns[-1].abs().amax(-1).amax(0).ne(0)
 
 
 class _Regrouped(Rows):
@@ -187,8 +178,8 @@ class _Regrouped(Rows):
         self.positions = rows.samples * rows.positions // samples
         self.one_hot = rows.one_hot
 
-    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        self.rows.add_gram_(out, scale=scale, overwrite=overwrite)
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        self.rows.add_gram_(out, scale=scale)
 
     def squares(self) -> Tensor:
         return self.rows.squares()
@@ -225,18 +216,11 @@ def with_constant(rows: Tensor, value: float) -> Tensor:
 
 def sum_up(rows: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """Return the sum over `dims` in at least float32."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    if isinstance(dims, int) and rows.shape[dims] == 1:
-        return rows.squeeze(dims).to(dtype)
-    return rows.sum(dims, dtype=dtype)
+    return rows.sum(dims, dtype=at_least_float32(rows.dtype))
 
 
 def sum_squares(rows: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """Return the sum of squares over `dims` in at least float32, in pieces to save memory."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    keep = 0 not in (dims if isinstance(dims, tuple) else (dims,))
+    """Return the sum of squares over `dims`, which include the first, in at least float32; in pieces to save memory."""
     parts = rows.tensor_split(max(1, min(len(rows), rows.numel() // _PIECE)))
-    sums = [part.to(dtype).square().sum(dims) for part in parts]
-    if keep:
-        return torch.cat(sums)
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+    dtype = at_least_float32(rows.dtype)
+    return torch.stack([part.to(dtype).square().sum(dims) for part in parts]).sum(0)

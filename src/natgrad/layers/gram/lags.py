@@ -29,9 +29,7 @@ _POSITIONS = 1 << 13
 """Positions summed in one convolution. Its float32 error grows with them: 5e-7 at this number, 2e-6 at 2^16."""
 
 
-def add_lag_gram_(
-    out: Tensor, maps: Tensor, window: Window, groups: int, *, scale: float, overwrite: bool, piece: int
-) -> None:
+def add_lag_gram_(out: Tensor, maps: Tensor, window: Window, groups: int, *, scale: float, piece: int) -> None:
     """Add ``scale`` times the patch covariance of a stride-1 convolution to the lower triangles of ``out``.
 
     Args:
@@ -40,22 +38,21 @@ def add_lag_gram_(
         window: The convolution; its strides are 1.
         groups: Number of channel groups n.
         scale: Factor of the covariance.
-        overwrite: Whether to write rather than to add.
         piece: Elements to copy at a time.
     """
     kernel, channels, ndim = window.kernel_size, maps.shape[1] // groups, len(window.kernel_size)
     if not ndim:
         columns = maps.view(len(maps), groups, channels).permute(1, 2, 0)
-        add_column_grams_(out, [columns], scale=scale, overwrite=overwrite)
+        add_column_grams_(out, [columns], scale=scale)
         return
-    _spread_lags(out, lag_sums(maps, window, groups).mul_(scale), kernel, overwrite=overwrite, piece=piece)
+    _spread_lags(out, lag_sums(maps, window, groups).mul_(scale), kernel, piece=piece)
     blocks = out.view(groups, channels, *kernel, channels, *kernel)
     for border in overhangs(maps, window):
         # Each end of the maps, and the kernel offsets that meet it, is a group of channels.
         lines = torch.cat([line.movedim(2 + border.dim, 2).flatten(1, 2) for line in border.lines], 1)
         ends, width = len(border.covered), channels * border.thickness * math.prod(border.window.kernel_size)
-        beyond = out.new_empty(ends * groups, width, width)
-        add_lag_gram_(beyond, lines, border.window, ends * groups, scale=-scale, overwrite=True, piece=piece)
+        beyond = out.new_zeros(ends * groups, width, width)
+        add_lag_gram_(beyond, lines, border.window, ends * groups, scale=-scale, piece=piece)
         if border.dim and border.thickness > 1:  # the order of offsets differs, so its upper triangle is needed too
             beyond.tril_().add_(beyond.tril(-1).mT)
         half = (channels, border.thickness, *border.window.kernel_size)
@@ -137,7 +134,7 @@ def overhangs(maps: Tensor, window: Window) -> Iterator[Border]:
             yield Border(dim=dim, thickness=thickness, lines=list(lines), covered=list(covered), window=others)
 
 
-def _spread_lags(out: Tensor, sums: Tensor, kernel: tuple[int, ...], *, overwrite: bool, piece: int) -> None:
+def _spread_lags(out: Tensor, sums: Tensor, kernel: tuple[int, ...], *, piece: int) -> None:
     """Add ``sums`` ``[n, c, c', *lags]`` to every pair of kernel offsets that far apart, in the lower triangles."""
     groups, channels, _, *sizes = sums.shape
     lags, offsets = math.prod(sizes), math.prod(kernel)
@@ -152,10 +149,7 @@ def _spread_lags(out: Tensor, sums: Tensor, kernel: tuple[int, ...], *, overwrit
         where = (lag + lags * torch.arange(stop, device=out.device)[:, None]).flatten()
         target = blocks[:, start:stop, :, : stop * offsets]
         values = sums[:, start:stop].reshape(groups * (stop - start), -1).index_select(1, where).view(target.shape)
-        if overwrite:
-            target.copy_(values)
-        else:
-            target.add_(values)
+        target.add_(values)
 
 
 def _line_lags(maps: Tensor, kernel: int, dilation: int, groups: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Gram products of feature maps: of channels (G of a convolution) and of patches (A)."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,85 +16,61 @@ _FEW = 64
 """Up to this number of channels a full product per sample is faster than copying the maps for half a product."""
 
 
-def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
     """Add ``scale`` Σ_b Σ_t g gᵀ to ``out``, g being the n c channels of ``maps`` at one position, in n groups.
 
     Args:
         out: ``[n, c, c]``. Its lower triangles are written; the elements above are undefined.
         maps: ``[B, n c, *spatial]``, of any strides and floating dtype; cast to that of ``out``.
         scale: Factor of the product.
-        overwrite: Whether ``out`` is uninitialised memory, to be written rather than added to.
     """
     groups, channels, _ = out.shape
     last = maps.movedim(1, -1)
     if groups == 1 and last.is_contiguous():  # channels-last maps are rows already
-        add_row_gram_(out, last.reshape(1, -1, channels), scale=scale, overwrite=overwrite)
+        add_row_gram_(out, last.reshape(1, -1, channels), scale=scale)
         return
     if channels <= _FEW and on_host(maps) and maps.is_contiguous() and maps.numel():
-        _add_products_(out, maps.to(out.dtype), scale=scale, overwrite=overwrite)
+        _add_products_(out, maps.to(out.dtype), scale=scale)
         return
     parts = maps.tensor_split(pieces(len(maps), maps.numel(), _piece(out)))
     columns = (part.view(len(part), groups, channels, *part.shape[2:]).movedim(0, 2).flatten(2) for part in parts)
-    add_column_grams_(out, columns, scale=scale, overwrite=overwrite)
+    add_column_grams_(out, columns, scale=scale)
 
 
-def add_patch_gram_(
-    out: Tensor,
-    maps: Tensor,
-    *,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    groups: int,
-    bias: bool = False,
-    scale: float = 1.0,
-    overwrite: bool = False,
-) -> None:
+def add_patch_gram_(out: Tensor, maps: Tensor, window: Window, *, bias: bool = False, scale: float = 1.0) -> None:
     """Add ``scale`` Σ_b Σ_t a aᵀ to ``out``, a being the patches of a convolution.
 
     Args:
-        out: ``[groups, i, i]`` with i = C/groups · Π kernel_size, one more when ``bias``. Its lower triangles are
-            written; the elements above are undefined.
+        out: ``[n, i, i]`` for n groups of channels, with i = C/n · Π kernel_size, one more when ``bias``. Its lower
+            triangles are written; the elements above are undefined.
         maps: ``[B, C, *spatial]`` with 1, 2 or 3 spatial dimensions, of any strides and floating dtype; cast to that of
             ``out``.
-        kernel_size: One entry per spatial dimension, as for the next three.
-        stride: Steps between positions.
-        padding: Zeros before and after; other padding modes are padded by the caller.
-        dilation: Steps between kernel elements.
-        groups: Number of channel groups.
+        window: The convolution.
         bias: Whether patches end in a 1.
         scale: Factor of the covariance.
-        overwrite: Whether ``out`` is uninitialised memory, to be written rather than added to.
     """
-    window = Window(
-        kernel_size=tuple(kernel_size), stride=tuple(stride), padding=tuple(padding), dilation=tuple(dilation)
-    )
-    maps, piece = maps.to(out.dtype), _piece(out)
+    maps, groups, piece = maps.to(out.dtype), len(out), _piece(out)
     square = out[:, :-1, :-1] if bias else out
     if math.prod(window.kernel_size) == 1:
         # Positions on the padding contribute zero.
-        seen = tuple(slice(-before % step, None, step) for (before, _), step in zip(padding, stride, strict=True))
-        add_channel_gram_(square, maps[(slice(None), slice(None), *seen)], scale=scale, overwrite=overwrite)
+        sides = zip(window.padding, window.stride, strict=True)
+        seen = tuple(slice(-before % step, None, step) for (before, _), step in sides)
+        add_channel_gram_(square, maps[(slice(None), slice(None), *seen)], scale=scale)
     elif on_host(maps) and _lags_are_cheaper(maps.shape, window, groups):  # GPUs convolve in TF32
-        add_lag_gram_(square, maps, window, groups, scale=scale, overwrite=overwrite, piece=piece)
+        add_lag_gram_(square, maps, window, groups, scale=scale, piece=piece)
     else:
-        add_column_grams_(square, window.columns(maps, groups, piece), scale=scale, overwrite=overwrite)
+        add_column_grams_(square, window.columns(maps, groups, piece), scale=scale)
     if bias:
         count = len(maps) * math.prod(window.positions(tuple(maps.shape[2:])))
         for columns in window.columns(maps.sum(0, keepdim=True), groups, piece):
-            add_bias_row_(out, columns.transpose(1, 2), count, scale=scale, overwrite=overwrite)
-            count, overwrite = 0, False
+            add_bias_row_(out, columns.transpose(1, 2), count, scale=scale)
+            count = 0
 
 
-def _add_products_(out: Tensor, maps: Tensor, *, scale: float, overwrite: bool) -> None:
+def _add_products_(out: Tensor, maps: Tensor, *, scale: float) -> None:
     """Add the Gram matrix of few channels as full products, sample by sample."""
     samples = maps.view(-1, *out.shape[1:2], maps[0, 0].numel())  # [B n, c, T]
-    product = torch.bmm(samples, samples.mT).view(-1, *out.shape).sum(0)
-    if overwrite:
-        torch.mul(product, scale, out=out)
-    else:
-        out.add_(product, alpha=scale)
+    out.add_(torch.bmm(samples, samples.mT).view(-1, *out.shape).sum(0), alpha=scale)
 
 
 def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
