@@ -154,7 +154,7 @@ class KBFGS(torch.optim.Optimizer):
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():
-                samples.append(count_samples(args, kwargs).number)
+                samples.append(count_samples(args, kwargs))
 
         try:
             handles.append(self._model.register_forward_pre_hook(begin, with_kwargs=True))

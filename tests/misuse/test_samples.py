@@ -39,10 +39,10 @@ def images(sizes=(7, 7)):
     return [torch.randn(3, 7, size, generator=generator, dtype=torch.float64) for size in sizes]
 
 
-def natural(model, *args, of=lambda outputs: outputs.square().sum(1).mean(), count=None):
+def natural(model, *args, of=lambda outputs: outputs.square().sum(1).mean()):
     preconditioner = natgrad.Preconditioner(model, damping=0.05)
     of(model(*args)).backward()
-    preconditioner.step(count=count)
+    preconditioner.step()
     return dense.gradients(model)
 
 
@@ -79,54 +79,24 @@ def test_inputs_in_a_list_are_one_batch():
 
 
 class Clouds(nn.Module):
-    """Classifies clouds of points of different sizes; the points of all clouds are one batch to its layers."""
+    """Classifies clouds of points of different sizes; the points of all clouds are one batch to its first layer."""
 
-    def __init__(self, pools):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.pools, self.points, self.head = pools, nn.Linear(3, 4), nn.Linear(4, 2)
+        self.points, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
         self.double()
 
     def forward(self, clouds):
-        sizes = [len(cloud) for cloud in clouds]
-        hidden = self.points(torch.cat(list(clouds))).tanh()
-        if self.pools:
-            hidden = torch.stack([own.mean(0) for own in hidden.split(sizes)])
-        return self.head(hidden)
+        hidden = self.points(torch.cat(clouds)).tanh()
+        return self.head(torch.stack([own.mean(0) for own in hidden.split([len(cloud) for cloud in clouds])]))
 
 
-def clouds():
+def test_the_layer_nearest_to_the_loss_decides_on_another_list_and_a_warning_says_so():
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size, 3, generator=generator, dtype=torch.float64) for size in (5, 4)]
-
-
-def test_a_layer_that_sees_one_row_a_cloud_settles_how_many_there_are():
-    model = dense.twin(Clouds(pools=True))
-    rows = dense.capture(model, lambda model: model(clouds()).square().sum())
+    clouds = [torch.randn(size, 3, generator=generator, dtype=torch.float64) for size in (5, 4)]
+    rows = dense.capture(dense.twin(Clouds()), lambda model: model(clouds).square().sum())
     expected = dense.KFAC(damping=0.05).step({"head": rows["head"]})
-    actual = natural(Clouds(pools=True), clouds(), of=lambda outputs: outputs.square().sum() / 2)
+    with pytest.warns(natgrad.NatgradWarning, match=r"a list .* assumes the 2 samples .* but points has 9"):
+        actual = natural(Clouds(), clouds, of=lambda outputs: outputs.square().sum() / 2)
     dense.assert_equal({"head": actual["head"]}, expected)
-
-
-def test_samples_that_nothing_settles_are_refused_with_the_argument_that_does():
-    model = Clouds(pools=False)
-    preconditioner = natgrad.Preconditioner(model, damping=0.05)
-    model(clouds()).square().mean().backward()
-    before = dense.gradients(model)
-    with pytest.raises(ValueError, match=r"count.*number of samples.*\[5, 3\], \[4, 3\]"):
-        preconditioner.step()
-    dense.assert_equal(dense.gradients(model), before, tolerance=0)
-    preconditioner.step(count=2)
-    assert preconditioner.metrics()["step"] == 1
-
-
-def test_a_count_is_the_number_of_samples_of_an_ambiguous_batch():
-    model = dense.twin(Clouds(pools=False))
-    rows = dense.capture(model, lambda model: 2 * model(clouds()).square().sum() / 2)
-    factors = {name: (own.a[0, :, 0], own.g[0, :, 0]) for name, own in rows.items()}
-    expected = {}
-    for name, (a, g) in factors.items():
-        A, G = a.mT @ a / 2, g.mT @ g / 9  # of two samples with nine positions in all
-        expected[name] = dense.solve_eigen((g.mT @ a / 2)[None], A[None], G[None], 0.05)
-    actual = natural(Clouds(pools=False), clouds(), of=lambda outputs: outputs.square().sum() / 2, count=2)
-    dense.assert_equal(actual, expected)

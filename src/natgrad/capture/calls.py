@@ -8,22 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.capture.forward import ForwardPass, Source
+from natgrad.capture.forward import ForwardPass
 from natgrad.curvature import Curvature
 from natgrad.layers import Layer
 from natgrad.layers.rows import DenseRows, Rows
 
 
 class Saved:
-    """A tensor saved through autograd's saved-tensor hooks, which may recompute it (checkpoints) or offload it.
+    """A tensor saved through autograd's saved-tensor hooks, which may recompute it (checkpoints) or offload it."""
 
-    Attributes:
-        source: What other layers that read the same tensor share with this one. None: nothing.
-    """
-
-    def __init__(self, tensor: Tensor, source: Source | None = None) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         """Keep `tensor`, without its graph."""
-        self.source = source
         self.outline = self._plain = tensor.detach()
         self._anchor: Tensor | None = None
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
@@ -69,7 +64,7 @@ class LayerCall:
         curvature: The curvature of `primary`.
         inputs: The layer's inputs. None: they have been used, or are not needed.
         outline: A tensor with the shape of the inputs.
-        batch: The batch size of the model's input. -1: none.
+        batch: The batch size of the model's input. -1: unknown.
         forward: The forward pass of the model that the use belongs to, if known.
         edge: The number of the node of its output in the autograd graph, and of the output there, if needed.
         traced: Whether the use is part of a compiled graph, which reports it only with its gradient.

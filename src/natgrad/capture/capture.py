@@ -20,7 +20,7 @@ from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.calls import LayerCall, Pooled, Saved, outline
 from natgrad.capture.counts import Count, LossTerms, Reductions
-from natgrad.capture.forward import ForwardPasses, Samples, Source
+from natgrad.capture.forward import ForwardPasses
 from natgrad.capture.hooks import warn_of_others
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.sampled import destination, differentiate_to, sources
@@ -54,8 +54,6 @@ class Capture:
         seconds: Host seconds spent in the hooks.
         audit: Compares gradients with those that the hooks see.
         fills: Whether the last backward pass of the loss wrote into ``.grad``.
-        ambiguous: The sample count of a differentiated forward pass since the last step that could not be determined,
-            for a loss that averages over samples.
     """
 
     def __init__(self, root: nn.Module, *, reductions: Reductions, counts_samples: bool, audit: GradientAudit) -> None:
@@ -78,7 +76,6 @@ class Capture:
         self.sums = StatisticsBuffer([], fused=False)
         self.rows = RowBuffer([], None)
         self.seconds = 0.0
-        self.ambiguous: Samples | None = None
 
     def attach(self, groups: list[BlockGroup], sums: StatisticsBuffer, rows: RowBuffer) -> None:
         """Capture the layers of `groups` into `sums` and `rows`, in place of earlier ones."""
@@ -118,9 +115,7 @@ class Capture:
 
     def number(self, count: Count | None) -> int:
         """Return the samples (token losses: positions) of the step: `count` if it is their number."""
-        if isinstance(count, int) and (self.ambiguous is not None or self._reductions.single == "tokens"):
-            return count
-        return self.samples
+        return count if isinstance(count, int) and self._reductions.single == "tokens" else self.samples
 
     def positions(self, layer: str) -> int:
         """Return the largest number of positions of layers in its group since the last step."""
@@ -130,11 +125,8 @@ class Capture:
         """Return the fraction of samples or tokens that count, for layers where not all do."""
         if count is None:
             return {}
-        if self.ambiguous is not None and isinstance(count, int):  # `count` is then the number of samples
-            counted = {name: count for name in self._members if self._reductions.of(name) != "tokens"}
-        else:
-            every = {name: self._reductions.counted(count, name) for name in self._members}
-            counted = {name: number for name, number in every.items() if number is not None}
+        every = {name: self._reductions.counted(count, name) for name in self._members}
+        counted = {name: number for name, number in every.items() if number is not None}
         terms = {name: sum(self._terms.of(name).of_loss.values()) for name in counted}
         return {name: number / max(1, terms[name]) for name, number in counted.items()}
 
@@ -221,7 +213,6 @@ class Capture:
         self._pooled.clear()
         self._loss = None
         self.forward.reset()
-        self.ambiguous = None
         self._terms.clear()
         self.audit.forget()
         self.sums.reset()
@@ -239,13 +230,10 @@ class Capture:
             )
         curvature, primary, layer = self._used(name, index)
         forward = self.forward.current
-        if forward is not None and forward.ambiguous is not None and layer.batched(inputs):
-            self.forward.settle(layer.samples(inputs))
         batch = -1 if forward is None else int(self.forward.batch)
         # Statistics need the inputs; counting samples only needs their shape.
         wanted = self._wants(name)
-        source = self.forward.source(inputs) if wanted else None
-        saved = Saved(inputs, source) if wanted or self.audit.wants_inputs(name) else None
+        saved = Saved(inputs) if wanted or self.audit.wants_inputs(name) else None
         shape = outline(inputs) if saved is None else saved.outline
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
@@ -307,13 +295,8 @@ class Capture:
 
     def _settle(self, use: LayerCall, task: int, gradient: Tensor) -> None:
         """Determine the number of samples and terms of the pass `task` from one use of a layer in it."""
-        if use.batch < 0 and use.forward is not None:
-            use.batch = use.forward.batch  # which a later layer may have determined
         if self._reductions.needs_nearest_layer:
             self._reductions.note_nearest(use.layer, use.outline)
-        reduction = self._reductions.of(use.primary.name)
-        if use.forward is not None and use.forward.ambiguous is not None and reduction != "tokens":
-            self.ambiguous = use.forward.ambiguous
         if task not in self._terms:
             self._discard_cleared_passes()
         self._terms.settle(use, task, gradient, drawn=self._sampling)
@@ -329,9 +312,9 @@ class Capture:
         known = inputs.get() if inputs is not None and reads else None  # a checkpoint gives a tensor once
         if compares:
             self.audit.add(use.layer, known, gradient, samples)
-        if collects and inputs is not None and known is not None:
+        if collects and known is not None:
             with full_products(gradient.device):
-                self._observe(use, task, samples, known, inputs.source, gradient)
+                self._observe(use, task, samples, known, gradient)
 
     def _discard_cleared_passes(self) -> None:
         self.discard_cleared_passes(
@@ -345,14 +328,10 @@ class Capture:
         if all(parameter.grad is None for parameter in parameters):
             self.discard()
 
-    def _observe(
-        self, use: LayerCall, task: int, samples: int, inputs: Tensor, source: Source | None, gradient: Tensor
-    ) -> None:
+    def _observe(self, use: LayerCall, task: int, samples: int, inputs: Tensor, gradient: Tensor) -> None:
         """Add the rows of one use of a layer to its sums, or pool them."""
         layer, name, reduction = use.layer, use.primary.name, self._reductions.of(use.primary.name)
         rows, gradients = layer.rows(inputs, gradient, samples)
-        if source is not None:
-            rows = source.shared(rows)
         if reduction == "tokens":
             counted = gradients.nonzero()
             if not known_all(counted):

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias, cast
 from torch import Tensor, nn
 
 from natgrad.capture.calls import LayerCall
-from natgrad.capture.forward import Samples
 from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.layers import Layer
 from natgrad.layers.norm import NORMS
@@ -153,28 +152,17 @@ class Reductions:
 
     # --- How many terms count -----------------------------------------------------------------------------------
 
-    def check_count(
-        self, count: object, layers: Iterable[str], seen: Callable[[str], int], ambiguous: Samples | None = None
-    ) -> None:
+    def check_count(self, count: object, layers: Iterable[str], seen: Callable[[str], int]) -> None:
         """Check the argument of `natgrad.Preconditioner.step`.
 
         Args:
             count: The number of tokens that count: for all layers, or by patterns of module names. None: all.
             layers: The names of the layers.
             seen: Returns the largest number of positions of a layer. 0: not counted.
-            ambiguous: The possible numbers of samples, if they are ambiguous; `count` is then this number.
 
         Raises:
             ValueError: if `count` has another form, or is passed for layers whose reduction is not "tokens".
         """
-        if ambiguous is not None:
-            allowed = (
-                f"the number of samples: the model was called with a list of tensors of shapes "
-                f"{list(map(list, ambiguous.shapes))}, which may be {' or '.join(map(str, ambiguous.choices))} "
-                f"samples, so pass their number to step(count=...)"
-            )
-            require(_is_whole(count) and cast(int, count) > 0, "count", count, allowed)
-            return
         if count is None:
             return
         layers = list(layers)
@@ -280,14 +268,14 @@ class Terms:
 
     def _warn_of_guess(self, use: LayerCall, samples: int, taken: int) -> None:
         known = use.batch > 0 or samples == taken or use.layer.form == "one-hot" or not use.layer.batched(use.outline)
-        asked = use.forward is not None and use.forward.ambiguous is not None  # `step` asks for the number of samples
-        if known or asked or self._warned:
+        if known or self._warned:
             return
         self._warned = True
         warnings.warn(
-            f"natgrad does not know the batch size: the model itself was not called, or was called without a tensor. "
-            f"It assumes the {taken} samples of the layer nearest to the loss, but {use.layer.name} has {samples}: "
-            f"call the model, not a method or a part of it",
+            f"natgrad does not know the batch size: the model itself was not called, or was called without a tensor "
+            f"or with a list whose entries may be samples or inputs. It assumes the {taken} samples of the layer "
+            f"nearest to the loss, but {use.layer.name} has {samples}: call the model, not a method or a part of it, "
+            f"with a tensor of all samples",
             NatgradWarning,
             stacklevel=2,
         )

@@ -136,11 +136,11 @@ class Preconditioner:
                 samples.
 
                 Samples are counted in the first dimension of the first tensor that the model is called with, also
-                inside tuples and dicts. So put samples first, not time. A list of images, as torchvision's detection
-                models take, counts one sample for each. If the model itself is not called (``model.loss(x)``) or is
-                called without a tensor, samples are counted in the input of the layer nearest to the loss. Positions
-                are always counted there. If the loss uses other positions (resized logits, a head that skips tokens),
-                pass `step` their ``count``.
+                inside tuples and dicts. So put samples first, not time. A list of images beside a list of targets, as
+                torchvision's detection models take, counts one sample for each. If the model itself is not called
+                (``model.loss(x)``), or is called without a tensor or with another list, samples are counted in the
+                input of the layer nearest to the loss. Positions are always counted there. If the loss uses other
+                positions (resized logits, a head that skips tokens), pass `step` their ``count``.
 
                 "auto" chooses "tokens" if the layer nearest to the loss sees [batch, positions, features] and is not a
                 convolution, else "mean". `explain` shows the choice.
@@ -266,12 +266,11 @@ class Preconditioner:
 
         Args:
             count: With "tokens": the number of positions on this rank that counted in the loss since the last step,
-                for all such layers or by patterns of module names (the first match wins; no match: all positions). If
-                the model was called with a list whose entries may be samples or inputs: the number of samples.
+                for all such layers or by patterns of module names (the first match wins; no match: all positions).
 
         Raises:
-            ValueError: if `count` has a wrong type, is given without "tokens" or missing where the number of samples is
-                ambiguous, or if a schedule returns a value that is not allowed. Nothing has been changed then.
+            ValueError: if `count` has a wrong type or is given without "tokens", or if a schedule returns a value that
+                is not allowed. Nothing has been changed then.
             NatgradError: if the sampled Fisher is due and `backward` of this object was not called; if
                 ``scaler.unscale_`` was not called; within ``DistributedDataParallel.join()``; after `detach`; if
                 another rank stopped.
@@ -351,9 +350,7 @@ class Preconditioner:
         """Check that a step may begin. Raises what `step` documents."""
         capture, reductions = self._capture, self._scaling.reductions
         capture.discard_cleared_passes(self._model.parameters())
-        was_settled = capture.forward.was_ambiguous and capture.ambiguous is None and reductions.single != "tokens"
-        if not (was_settled and isinstance(count, int)):  # then the number of samples is known, and `count` not needed
-            reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
+        reductions.check_count(count, capture.layers, capture.positions)
         if self._detached:
             raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
         if capture.missing_samples:
