@@ -151,37 +151,6 @@ def test_a_scaled_loss_moves_as_the_plain_one_and_a_skipped_step_leaves_no_trace
         torch.testing.assert_close(one, two)
 
 
-@pytest.mark.parametrize(
-    "load",
-    [
-        lambda new, old: new.load_state_dict(old.state_dict()),
-        lambda new, old: new.preconditioner.load_state_dict(old.preconditioner.state_dict()),
-    ],
-)
-@pytest.mark.parametrize("dtypes", [(None, torch.bfloat16), (torch.bfloat16, None)])
-def test_long_layers_keep_factors_and_momentum_in_another_dtype(dtypes, load):
-    """Their roots are others: they are computed anew in the next step."""
-    model = nn.Sequential(nn.Linear(12, 4), nn.Tanh(), nn.Linear(4, 3))
-
-    def step(optimizer):
-        optimizer.zero_grad()
-        cross_entropy(model(torch.randn(16, 12)), torch.arange(16) % 3).backward()
-        optimizer.step()
-        return optimizer.preconditioner.state_dict()["blocks"]["0.weight"]
-
-    first = natgrad.NaturalMuon(model, dtype=dtypes[0])
-    before = [step(first) for _ in range(3)][-1]
-    first.preconditioner.detach()
-    second = natgrad.NaturalMuon(model, dtype=dtypes[1])
-    with pytest.warns(natgrad.NatgradWarning, match=r"the results of 0\.weight for another dtype"):
-        load(second, first)
-    loaded = second.preconditioner.state_dict()["blocks"]["0.weight"]
-    assert all(torch.equal(loaded[name], before[name]) for name in ("A", "G", "momentum", "weight"))
-    after = step(second)
-    assert after.keys() != before.keys()
-    assert all(after[name].any() for name in after if name.startswith("root"))
-
-
 def test_a_step_of_nan_moves_no_matrix():
     model = Network()
     optimizer = natgrad.NaturalMuon(model, head="spectral")

@@ -145,20 +145,6 @@ def test_nothing_stays_on_the_model(end):
     natgrad.Preconditioner(model)
 
 
-def test_a_second_preconditioner_of_a_model_warns_while_the_first_lives():
-    model = network()
-    first, second = natgrad.Preconditioner(model), natgrad.Preconditioner(model)
-    model(torch.randn(6, 2, 5, dtype=torch.float64)).square().mean().backward()
-    with pytest.warns(natgrad.NatgradWarning, match="another Preconditioner"):
-        second.step()
-    first.detach()
-    second = natgrad.Preconditioner(model)  # its forerunner dies with its name
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(torch.randn(6, 2, 5, dtype=torch.float64)).square().mean().backward()
-        second.step()
-
-
 @pytest.mark.parametrize("curvature", FISHERS)
 def test_no_activation_outlives_the_backward_pass_while_the_loss_does(curvature):
     model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).double()

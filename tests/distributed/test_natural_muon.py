@@ -1,7 +1,6 @@
 """`natgrad.NaturalMuon` on several ranks moves every parameter as one process does."""
 
 import pytest
-import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -52,35 +51,3 @@ def test_every_placement_equals_one_process(ranks, ranks_, kind, options):
     for found in ranks.run(ranks_, train, kind, options):
         errors = {name: relative_error(found[name], value) for name, value in alone.items()}
         assert max(errors.values()) < 1e-9, errors
-
-
-def train_in_another_dtype():
-    """Return the momentum of a long layer before and after loading, and all parameters two steps later."""
-    model = Network()
-    wrapped = DistributedDataParallel(model)
-    optimizer = natgrad.NaturalMuon(wrapped, lr=0.05)
-
-    def steps(optimizer, numbers):
-        for step in numbers:
-            x, y = batch(step)
-            optimizer.zero_grad()
-            cross_entropy(wrapped(share(x).float()), share(y)).backward()
-            optimizer.step()
-
-    steps(optimizer, range(3))
-    state = optimizer.state_dict(gather=True)
-    optimizer.preconditioner.detach()
-    other = natgrad.NaturalMuon(wrapped, lr=0.05, dtype=torch.bfloat16)
-    with pytest.warns(natgrad.NatgradWarning, match=r"the results of .*middle\.0\.weight.* for another dtype"):
-        other.load_state_dict(state)
-    loaded = other.state_dict(gather=True)
-    before, after = (each["preconditioner"]["blocks"]["middle.0.weight"]["momentum"] for each in (state, loaded))
-    steps(other, range(3, 5))
-    return before, after, [parameter.detach() for parameter in model.parameters()]
-
-
-def test_ranks_go_on_together_in_another_dtype(ranks):
-    first, second = ranks.run(2, train_in_another_dtype)
-    assert torch.equal(first[0], first[1])
-    for one, two in zip(first[2], second[2], strict=True):
-        assert torch.equal(one, two)

@@ -581,12 +581,6 @@ _add(
     ("preconditioner.gradients.preconditioning:_solve", "and group.curvature.needs_results", ""),
 )
 _add(
-    "momentum_lost",
-    "Natural Muon forgets the momentum of long layers when its dtype changes.",
-    "test_natural_muon.py::test_long_layers_keep_factors_and_momentum_in_another_dtype",
-    ("state.state:_lasting", "group.memory_specs and group.curvature.needs_results", "group.memory_specs"),
-)
-_add(
     "products_in_float32",
     "Natural Muon ignores the dtype of its products.",
     "dense/test_spectral.py::test_products_in_bfloat16_are_as_near_as_bfloat16_is",

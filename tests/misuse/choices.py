@@ -42,7 +42,7 @@ PAIRS_THAT_DO_NOT_WORK = {
     ),
     (("curvature", "rank-one"), ("refresh", "sides")),
 }
-# What one process can do all the same, and is warned of.
+# What one process can do all the same.
 WORKS_IN_ONE_PROCESS = {pair for pair in PAIRS_THAT_DO_NOT_WORK if ("curvature", "ekfac") in pair}
 KINDS = {"curvature": CURVATURES, "placement": PLACEMENTS, "refresh": REFRESHES}
 PAIRS = [

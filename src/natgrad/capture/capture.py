@@ -21,7 +21,6 @@ from natgrad.capture.audit import GradientAudit
 from natgrad.capture.calls import LayerCall, Pooled, Saved, outline
 from natgrad.capture.counts import Count, LossTerms, Reductions
 from natgrad.capture.forward import ForwardPasses
-from natgrad.capture.hooks import warn_of_others
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.sampled import destination, differentiate_to, sources
 from natgrad.capture.sums import RowBuffer, SampleCount, StatisticsBuffer
@@ -161,10 +160,6 @@ class Capture:
     def _sample_count(self, name: str) -> SampleCount:
         return (self.rows if name in self.rows.sample_counts else self.sums).sample_counts[name]
 
-    def warn_of_others(self) -> None:
-        """Warn if another preconditioner has hooks on the same layers."""
-        warn_of_others(member.layer.module for _, member in self._members.values())
-
     def sampled_pass(self, outputs: Tensor, score: Tensor) -> None:
         """Differentiate the loss of sampled labels, whose derivative by the model's `outputs` is `score`.
 
@@ -290,8 +285,7 @@ class Capture:
         known = self._members.get(name)
         if known is not None and known[1].layer is use.primary and not use.primary.reshaped:
             self._capture(use, first, inputs, gradient)
-        spent = perf_counter() - started
-        self.seconds, use.primary.seconds = self.seconds + spent, use.primary.seconds + spent
+        self.seconds += perf_counter() - started
 
     def _settle(self, use: LayerCall, task: int, gradient: Tensor) -> None:
         """Determine the number of samples and terms of the pass `task` from one use of a layer in it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from natgrad.capture import compiled
 from natgrad.capture.forward import NO_BATCH, ForwardPasses
-from natgrad.errors import NatgradWarning
 from natgrad.layers import Handle, Layer, remove_all
 
 
@@ -132,19 +130,3 @@ class LayerHook(_Hook):
         receiver = None if self.hooks is None else self.hooks.receiver()
         if receiver is not None:
             receiver.take_compiled_gradient(self._layer, self._index, inputs, gradient, batch)
-
-
-def warn_of_others(modules: Iterable[nn.Module]) -> None:
-    """Warn if hooks of several preconditioners are on any of these modules."""
-    for module in modules:
-        found = {
-            id(hook.hooks) for hook in module._forward_hooks.values() if isinstance(hook, LayerHook) and hook.hooks
-        }
-        if len(found) > 1:
-            warnings.warn(
-                "natgrad: another Preconditioner of this model exists, and both precondition its gradients; "
-                "call detach() on one of them",
-                NatgradWarning,
-                stacklevel=6,  # the caller of `step`
-            )
-            return

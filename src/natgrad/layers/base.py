@@ -107,7 +107,6 @@ class Layer(ABC):
         form: "matrix": maps rows of inputs to outputs, with gradient g aᵀ. "one-hot": a table whose rows are looked up,
             with gradient a gᵀ. "elementwise": a few coefficients for each output.
         others: Other layers with the same parameters (tied weights), whose rows are added to this layer's.
-        seconds: Host seconds spent on its curvature: in hooks, decompositions and solves.
     """
 
     weight_name: str = "weight"
@@ -123,7 +122,6 @@ class Layer(ABC):
         """Read the sizes from `module`."""
         self.name, self.module = name, module
         self.others: list[Layer] = []
-        self.seconds = 0.0
         self.weight, self.bias = is_trained(module, self.weight_name), is_trained(module, self.bias_name)
         self.lay_out()
         self._shapes = [slot.shape for slot in self.slots]

@@ -15,7 +15,6 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.structure import Structure
 from natgrad.printed import Printed
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.counters import StepCounters
 from natgrad.state.decisions import DecisionState
 from natgrad.state.results import written
 from natgrad.state.tensors import packed_shape, spec_dtype
@@ -31,8 +30,6 @@ class Row:
         curvature: The approximation of its Fisher block. Empty if it is left to the optimizer.
         owners: The owner of each part of its refresh. None: it has none.
         share: Its layer's share of the work of a refresh, on the layer's first parameter.
-        time: The share of all steps' time that its layer's curvature took on this rank's host, on the layer's first
-            parameter. None before the second step.
         bytes: The bytes of curvature that this rank keeps for its layer, on the layer's first parameter.
         reason: Why it is left to the optimizer. Empty if it is preconditioned.
         kept: Whether the refresh rule kept its layer's results at the last decision.
@@ -47,7 +44,6 @@ class Row:
     curvature: str = ""
     owners: dict[str, int] | None = None
     share: float = 0.0
-    time: float | None = None
     bytes: int = 0
     reason: str = ""
     kept: bool = False
@@ -85,7 +81,6 @@ class Explanation(Printed):
             table.add_column("reduction")
         table.add_column("owners")
         table.add_column("work", justify="right")
-        table.add_column("time", justify="right")
         table.add_column("memory", justify="right")
         for row in self.rows:
             owners = " ".join(f"{part}:{owner}" for part, owner in (row.owners or {}).items())
@@ -99,7 +94,6 @@ class Explanation(Printed):
                 *([row.reduction] if shows_reduction else []),
                 owners,
                 f"{row.share:.1%}" if row.owners else "",
-                f"{row.time:.1%}" if row.time is not None else "",
                 f"{row.bytes / 2**20:.2f} MiB" if row.owners else "",
             )
         return table
@@ -115,14 +109,12 @@ class Explanation(Printed):
 def explain(
     structure: Structure,
     reductions: Reductions,
-    progress: StepCounters,
     failures: FailureCounters,
     inspection: Inspection,
     note: str,
 ) -> Explanation:
     """Describe all parameters of a model. Synchronizes with the device."""
-    seconds, reasons = progress.ended - progress.began, inspection.reasons
-    preconditioned, stale = failures.preconditioned(), failures.stale()
+    reasons, preconditioned, stale = inspection.reasons, failures.preconditioned(), failures.stale()
     total = sum(task.cost * group.size for group in structure.groups for task in group.tasks) or 1.0
     rows = [Row(parameter=left.parameter, shape=left.shape, reason=left.reason) for left in structure.coverage.left]
     for group in structure.groups:
@@ -142,7 +134,6 @@ def explain(
                         kept=decisions is not None and decisions.keeps(layer),
                         owners=dict(structure.plan.assignments[layer.key].owners) if first else None,
                         share=work * layer.blocks / total if first else 0.0,
-                        time=layer.seconds / seconds if first and seconds else None,
                         bytes=_bytes_per_block(group, decisions) * layer.blocks if first else 0,
                         preconditioned=layer.key in preconditioned,
                         fallback="last good" if layer.key in stale else "",

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from time import perf_counter
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -37,8 +36,7 @@ from natgrad.preconditioner.arguments import (
     warn_of_missing_process_group,
 )
 from natgrad.preconditioner.call_order import CallOrder
-from natgrad.preconditioner.compatibility import check_combinations, warn_of_combinations
-from natgrad.preconditioner.coverage import cover, warn_of_idle
+from natgrad.preconditioner.coverage import warn_of_idle
 from natgrad.preconditioner.explanation import Explanation, describe_damping, explain
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
@@ -74,9 +72,6 @@ from natgrad.refresh.rule import SIDES, Reads
 from natgrad.state import state as states
 from natgrad.state.counters import StepCounters
 from natgrad.state.epochs import EpochState, warn_of_missing_epochs
-
-# The number of layers that a warning names.
-_NAMED = 5
 
 
 class Preconditioner:
@@ -184,20 +179,7 @@ class Preconditioner:
         root, rule = unwrap(model), resolve(placement)
         chosen = default_damping(curvature) if damping is None else damping
         by_kind = chosen if isinstance(chosen, ByKind) else ByKind(chosen)
-        covered = cover(root, curvature).layers
-        names = [layer.name for layer, _ in covered]
-        check_layers(layer for layer, _ in covered)
         runtime = Communicator(resolve_group(model, process_group, mesh))
-        check_combinations(covered, rule, refresh, runtime.ranks)
-        reductions, reduces = Reductions(reduction), gradients == "reduce"
-        scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
-        # Every rank notices of layers that others capture how many positions a loss has.
-        capture = Capture(
-            root,
-            reductions=reductions,
-            counts_samples=scaling.counts or (rule.rule.uses_own_samples and reductions.has_tokens()),
-            audit=GradientAudit(reduces=reduces, ignores_factors=all(own.is_normalized for _, own in covered)),
-        )
         structure = Structure(
             root,
             curvature,
@@ -208,6 +190,18 @@ class Preconditioner:
             refresh=refresh,
             factor=by_kind.factor,
         )
+        covered = structure.coverage.layers
+        names = [layer.name for layer, _ in covered]
+        check_layers(layer for layer, _ in covered)
+        reductions, reduces = Reductions(reduction), gradients == "reduce"
+        scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
+        # Every rank notices of layers that others capture how many positions a loss has.
+        capture = Capture(
+            root,
+            reductions=reductions,
+            counts_samples=scaling.counts or (rule.rule.uses_own_samples and reductions.has_tokens()),
+            audit=GradientAudit(reduces=reduces, ignores_factors=all(own.is_normalized for _, own in covered)),
+        )
         self._model, self._structure, self._communicator = model, structure, runtime
         self._capture, self._hooks = capture, Hooks(capture.forward, capture)
         self._sampler = LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean")
@@ -217,8 +211,6 @@ class Preconditioner:
         self._progress, self._epochs, self._detached = StepCounters(), EpochState(), False
         warn_of_idle(root, curvature, structure.coverage)
         reductions.warn_of_idle(names)
-        if runtime.ranks == 1:
-            warn_of_combinations(covered, rule)
         warn_of_missing_process_group()
         # Last, because the user may turn the warning into an error.
         check_reduction(model, runtime, gradients)
@@ -311,7 +303,6 @@ class Preconditioner:
 
         progress.step += 1
         self._choose_statistics()
-        progress.ended = perf_counter()
         self._inspection.report()
         self._failures.check()
         warn_of_missing_epochs(progress.step, self._epochs.epoch, self._structure.groups)
@@ -367,8 +358,8 @@ class Preconditioner:
     def _compare_settings(self, damping: float) -> None:
         """Compare the ranks in the first step, and after the layers have changed."""
         progress, reductions = self._progress, self._scaling.reductions
-        if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):  # `_attach` stops it
-            self._capture.warn_of_others()
+        if not self._compared:
+            self._compared = True
             settings = {
                 "state": f"step {progress.step}, factors of {progress.last_factors}, "
                 f"inverses of {progress.last_inverses}",
@@ -542,7 +533,7 @@ class Preconditioner:
             layers = [member.layer for group in structure.groups for member in group.members]
             self._hooks.attach(structure.root, layers)
         self._failures.forget()
-        self._progress.began = self._progress.ended = 0.0
+        self._compared = False  # the settings with those of the other ranks
 
     def _empty_sums(self) -> StatisticsBuffer:
         """Return an empty buffer for the statistics of all layers, with the buckets of the placement."""
@@ -649,9 +640,7 @@ class Preconditioner:
 
         The table also shows what has been preconditioned so far. Synchronizes with the device.
         """
-        return explain(
-            self._structure, self._scaling.reductions, self._progress, self._failures, self._inspection, self._note()
-        )
+        return explain(self._structure, self._scaling.reductions, self._failures, self._inspection, self._note())
 
     def _note(self) -> str:
         """Describe the KL clip, the placement, the damping and the reduction."""
@@ -818,17 +807,9 @@ class Preconditioner:
             ValueError: if blocks are missing, unknown or have another shape, or if their tensors are not finite or of
                 another kind of dtype, naming layer and tensor. Nothing has been changed then. All ranks that are given
                 the same state raise it.
-
-        Warns:
-            NatgradWarning: if layers have results of another form, that of another ``dtype`` of `Spectral`, which are
-                computed anew in the next step. If ranks share the work (all placements but "comm-opt"), that is a
-                ValueError.
         """
         self._follow_model()
         progress, groups, decisions = self._progress, self._structure.groups, self._structure.decisions
-        dropped: list[str] = []
-        if not self._structure.shares_work:  # all ranks must drop the same results
-            state, dropped = states.without_other_results(state, groups, decisions)
         counters = {"updates": progress.updates, "watch": self._failures.state_dict()}
         state = states.checked(state, groups, counters, decisions)
         self._scheduler.check_state(state)
@@ -838,15 +819,4 @@ class Preconditioner:
         progress.load_state_dict(state)
         self._failures.load_state_dict(state["watch"])
         self._scheduler.load_state_dict(state, progress)
-        if dropped:  # so that the next step captures and decomposes everything
-            progress.captured, progress.refreshed = {}, {}
         self._choose_statistics()
-        if dropped:
-            named = ", ".join(dropped[:_NAMED])
-            more = f" and {len(dropped) - _NAMED} more" if len(dropped) > _NAMED else ""
-            warnings.warn(
-                f"natgrad: this state has the results of {named}{more} for another dtype; they are computed anew at "
-                "the next step",
-                NatgradWarning,
-                stacklevel=2,
-            )

@@ -14,11 +14,10 @@ from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, declarations, gathered, statistics_of, summed
 from natgrad.distributed import Assignment, LayerDemand, Placement, Plan, make_plan
 from natgrad.distributed.fsdp import is_sharded, reshard
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, require
 from natgrad.layers import Layer, Slot
 from natgrad.linalg.device import memory_of, on_host
 from natgrad.linalg.precision import Precision, at_least_float32
-from natgrad.preconditioner.compatibility import check_combinations
 from natgrad.preconditioner.coverage import cover
 from natgrad.refresh import RefreshRule
 from natgrad.state import state as states
@@ -65,7 +64,7 @@ class Structure:
         self.coverage = cover(self.root, self._curvature)
         self._signature = self.coverage.signature()
         self.plan = self._planned()
-        check_combinations(self.coverage.layers, self.plan.placement, self._refresh, self._ranks)
+        _check_combinations(self.coverage.layers, self.plan.placement, self._refresh, self._ranks)
         self._assignments.update(self.plan.assignments)
         rule = self._refresh
         self.groups = group_layers(
@@ -223,6 +222,35 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
         held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in kept),
         alone=layer.form != "one-hot",
     )
+
+
+def _check_combinations(
+    covered: Sequence[tuple[Layer, Curvature]], placement: Placement, refresh: RefreshRule | None, ranks: int
+) -> None:
+    """Check that curvatures, placement and refresh rule go together.
+
+    Raises:
+        ValueError: if they do not, unless `ranks` is 1 and one process can do it.
+    """
+    rule, where = placement.rule, str(placement)
+    for layer, curvature in covered:
+        statistics = statistics_of(curvature, layer)
+        # A layer's only worker captures alone, but lookups are summed over all ranks.
+        for_others = layer.form == "one-hot" if rule.uses_own_samples else not rule.all_ranks_work
+        computed = computed_for(statistics)
+        allowed = (
+            f"'comm-opt', 'pipelined', 'background', 'hybrid:1' or 'dp': {curvature!r} uses {', '.join(computed)} in "
+            "captures, so every rank that captures must hold it"
+        )
+        require(ranks == 1 or not (computed and for_others), "placement", where, allowed)
+        allowed = f"another than 'background': {curvature!r} uses the rows of the same step"
+        require(not (rule.renews_in_background and gathered(statistics)), "placement", where, allowed)
+    if refresh is not None and refresh.separate:
+        allowed = (
+            "another than 'background' and 'pipelined': these treat both sides of a layer together, and "
+            f"{refresh!r} at different steps"
+        )
+        require(not (rule.renews_in_background or rule.sends_during_backward), "placement", where, allowed)
 
 
 def _memory_share(layers: Sequence[tuple[Layer, Curvature]], ranks: int) -> int | None:

@@ -234,10 +234,3 @@ class BlockGroup:
         if len(members) == len(self.members):
             return self.state.ready
         return [self.state.ready[self.members.index(member)] for member in members]
-
-
-def charge(members: Sequence[LayerBlocks], seconds: float) -> None:
-    """Add host seconds to some layers, in proportion to their blocks."""
-    blocks = sum(member.stop - member.start for member in members)
-    for member in members:
-        member.layer.seconds += seconds * (member.stop - member.start) / blocks

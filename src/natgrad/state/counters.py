@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import Any
 
 from natgrad.distributed import Communicator
-from natgrad.layers import Layer
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
 
 _PHASES = ("capture", "reduce", "renew", "solve")
@@ -28,8 +27,6 @@ class StepCounters:
         factor_updates: The number of updates of the factors.
         inverse_updates: The number of inverse refreshes.
         seconds: Host seconds by phase.
-        began: When the clock of `explain` started, in seconds of ``perf_counter``. 0: not yet.
-        ended: When the last step ended.
     """
 
     step: int = 0
@@ -39,8 +36,6 @@ class StepCounters:
     factor_updates: int = 0
     inverse_updates: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
-    began: float = 0.0
-    ended: float = 0.0
 
     @property
     def last_factors(self) -> int | None:
@@ -84,15 +79,6 @@ class StepCounters:
         """Return the counters as numbers. `capturing`: the seconds spent in the hooks."""
         seconds = {f"seconds/{phase}": spent for phase, spent in (self.seconds | {"capture": capturing}).items()}
         return {"step": self.step, **self.updates, **seconds}
-
-    def start_clock(self, layers: Iterable[Layer]) -> bool:
-        """Start the clock for the time shares in `explain`, and return whether it was stopped."""
-        if self.began:
-            return False
-        self.began = self.ended = perf_counter()
-        for layer in layers:
-            layer.seconds = 0.0
-        return True
 
     @contextmanager
     def phase(self, name: str, runtime: Communicator) -> Iterator[None]:

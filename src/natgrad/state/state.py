@@ -187,42 +187,6 @@ def _check_tensors(loaded: Mapping[str, Mapping[str, Any]], groups: list[BlockGr
                     require(fits, place, "a tensor with negative elements", "nonnegative")
 
 
-def without_other_results(
-    state: Mapping[str, Any], groups: list[BlockGroup], decisions: Decisions
-) -> tuple[Mapping[str, Any], list[str]]:
-    """Drop the results of layers that have them in another form, that of another dtype of `Spectral`.
-
-    Returns:
-        The state with zeros in their place, which counts as no result, and the keys of the layers.
-    """
-    state = _unpacked(state)
-    loaded = state.get("blocks") if isinstance(state, Mapping) else None
-    if not isinstance(loaded, Mapping) or not all(isinstance(tensors, Mapping) for tensors in loaded.values()):
-        return state, []
-    blocks = dict(loaded)
-    wanted, dropped = _shapes(groups, decisions, blocks), []
-    members = {member.layer.key: group for group in groups for member in group.members}
-    for key, shapes in wanted.items():
-        names, lasting, given = shapes.keys(), _lasting(members[key]), blocks.get(key, {})
-        others = given.keys() - names and names - given.keys()
-        if others and lasting is not None and lasting <= given.keys() and not members[key].curvature.needs_results:
-            zeros = {name: torch.zeros(shape, dtype=_WHOLE.get(name), device="cpu") for name, shape in shapes.items()}
-            blocks[key] = zeros | {name: given[name] for name in (lasting | {"early weight"}) & given.keys()}
-            dropped.append(key)
-    return ({**state, "blocks": blocks}, dropped) if dropped else (state, [])
-
-
-def _lasting(group: BlockGroup) -> set[str] | None:
-    """Return the names of a layer's tensors on this rank that are loaded without the results of tasks.
-
-    These are running averages, and the curvature's state if it does not depend on results. None: there are none.
-    """
-    if (group.memory_specs and group.curvature.needs_results) or group.restarting or group.gathered:
-        return None
-    names = {"weight", *(spec.name for spec in group.statistics)} if group.role.keeps_averages else set()
-    return names | ({spec.name for spec in group.memory_specs} if group.role.is_gradient_worker else set())
-
-
 def restore(blocks: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup], decisions: Decisions) -> None:
     """Copy checked blocks into the block groups. Blocks that are not in `blocks` do not change."""
     for group in groups:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from natgrad.linalg.device import known_all, on_host
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.averages import allocate_memory, live_averages
-from natgrad.state.block_group import BlockGroup, LayerBlocks, charge
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.epochs import add_gradients
 from natgrad.state.failures import Level
 from natgrad.state.results import read_results
@@ -54,10 +53,8 @@ def precondition(
         for entry in bucket:
             if entry.group.role.is_gradient_worker:
                 entry.gather(received)
-                started = perf_counter()
                 add_gradients(entry.group, entry.W, entry.blocks)
                 entry.V = _solve(entry.group, entry.members, entry.W, damping)
-                charge(entry.members, perf_counter() - started)
                 _check(entry)
         del received  # before the next ones are collected
     return everything

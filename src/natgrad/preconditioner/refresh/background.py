@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -30,11 +29,11 @@ from natgrad.preconditioner.refresh.averages import update_averages
 from natgrad.preconditioner.refresh.tasks import RAISED, TaskRun, compute, conclude, task_runs
 from natgrad.specs import Statistic, Task
 from natgrad.state.averages import read_memory, snapshot, unpacked
-from natgrad.state.block_group import BlockGroup, charge
+from natgrad.state.block_group import BlockGroup
 from natgrad.state.counters import StepCounters
 from natgrad.state.results import allocate_results, previous
 
-_Outcome: TypeAlias = tuple[dict[str, Tensor], Tensor, float]
+_Outcome: TypeAlias = tuple[dict[str, Tensor], Tensor]
 
 
 @dataclass(eq=False)
@@ -46,8 +45,8 @@ class _Refresh:
         before: The step that started the previous refresh.
         keys: The keys of its layers, the same on all ranks.
         runs: Its runs, the same on all ranks.
-        pieces: For each run of this rank, the blocks that are decomposed together with the futures of their results,
-            which blocks succeeded, and the seconds that it took.
+        pieces: For each run of this rank, the blocks that are decomposed together, with the futures of their results
+            and of which succeeded.
     """
 
     begun: int
@@ -202,23 +201,19 @@ class BackgroundRefresh:
     def _keep(self, run: TaskRun, pieces: list[tuple[slice, Future[_Outcome]]]) -> Exception | None:
         """Wait for the thread and store its results; return the error that was raised, if any."""
         group, error = run.group, None
-        seconds = 0.0
         for blocks, future in pieces:
             try:
-                written, fine, spent = future.result()
+                written, fine = future.result()
             except Exception as raised:
                 failed = isinstance(raised, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
                 error = error if failed else raised
                 run.success += [0.0 if failed else RAISED] * (blocks.stop - blocks.start)
                 continue
-            seconds += spent
             for tensor in (*written.values(), fine):
                 if tensor.device in self._streams:
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             place = group.device, group.work_dtype  # the model may have been moved since
             run.keep(blocks, {name: tensor.to(*place) for name, tensor in written.items()}, fine.to(group.device))
-        if pieces:
-            charge(run.members, seconds)
         return error
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -250,11 +245,10 @@ def _decompose(
 
     The thread does not use `full_products`, because it changes settings of the whole process.
     """
-    started = perf_counter()
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
     with torch.no_grad(), beside:
         read = {**unpacked(averages, statistics, task.diagonal_of), **state}
         written, fine = compute(curvature, task, read, damping, previous)
         if stream is not None:
             stream.synchronize()  # before inputs are freed and results are read
-    return written, fine, perf_counter() - started
+    return written, fine

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from natgrad.linalg.device import full_products
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.refresh.tasks import TaskRun, compute, conclude
 from natgrad.state.averages import allocate_averages
-from natgrad.state.block_group import BlockGroup, LayerBlocks, charge
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.epochs import EpochState
 from natgrad.state.results import allocate_results, draft, padded, record_results, resize
 from natgrad.state.tensors import StateTensors
@@ -84,7 +83,7 @@ class RowRun(TaskRun):
 
     @override
     def run(self, damping: float) -> None:
-        group, started = self.group, perf_counter()
+        group = self.group
         # From the rows as they are stored, which may be rounded.
         reads = {name: self.fresh.read(name, slice(None)).to(group.work_dtype) for name in ("A", "G")}
         reads["samples"] = torch.tensor(self.samples, dtype=torch.float64, device="cpu")
@@ -94,7 +93,6 @@ class RowRun(TaskRun):
             written, fine = compute(group.curvature, self.task, reads, damping * group.factor, None, self.rows)
         self.fresh.write("M", slice(None), written["M"])
         self.success = [float(flag) for flag in (fine & self.selection.fine & self.finite).tolist()]
-        charge(self.layers, perf_counter() - started)
 
     @override
     def record(self, failure_counters: FailureCounters) -> None:
@@ -220,7 +218,7 @@ class RowRefresh:
 
     def _select(self, run: RowRun, rows: RowBuffer, shares: Shares, gain: float | Tensor) -> None:
         """Select rows of this rank."""
-        group, started = run.group, perf_counter()
+        group = run.group
         names = [member.layer.name for member in run.layers]
         if rows.count(names[0]):
             # The gradients of sampled labels do not depend on the loss, its scale or its mean.
@@ -236,7 +234,6 @@ class RowRefresh:
         with full_products(group.device):
             selection = group.curvature.select(A, G, run.share, self.epochs, **options, starts=starts)
         run.selection = replace(selection, Y=None if selection.Y is None else selection.Y[:, None])
-        charge(run.layers, perf_counter() - started)
 
     def _drawn(self, member: LayerBlocks) -> Tensor:
         """Return a random number for each block, a function of seed, rank, step and layer."""

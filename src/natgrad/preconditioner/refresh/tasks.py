@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.refresh.rule import READS, Reads, side_of
 from natgrad.specs import Task, TensorSpec
 from natgrad.state.averages import bias_corrections, corrected, restart
-from natgrad.state.block_group import BlockGroup, LayerBlocks, charge
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.results import allocate_results, previous, record_results
 from natgrad.state.tensors import StateTensors, along, pack, packed_shape, unpack
 
@@ -105,14 +104,13 @@ class TaskRun:
 
     def run(self, damping: float) -> None:
         """Run the task and store its results."""
-        group, task, started = self.group, self.task, perf_counter()
+        group, task = self.group, self.task
         for blocks in self.pieces():
             averages = corrected(group, blocks, task.reads, task.diagonal_of)
             before = previous(group, task, blocks)
             with full_products(group.device):
                 written, fine = compute(group.curvature, task, averages, damping * group.factor, before)
             self.keep(blocks, written, fine)
-        charge(self.members, perf_counter() - started)
 
     def keep(self, blocks: slice, written: Mapping[str, Tensor], fine: Tensor) -> None:
         """Store the results of the next blocks. Those that are not `fine` keep their old results."""
