@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
@@ -216,8 +215,7 @@ class Preconditioner:
         check_reduction(model, runtime, gradients)
         if reduces:
             take_over_reduction(model)
-        elif rule.rule.sends_during_backward and runtime.ranks > 1:
-            listen(model, capture.on_bucket_reduced)
+        self._listen()
         # With gradients="reduce" a rank without samples has no backward pass, and still takes part.
         always = reduces and runtime.ranks > 1
         self.call_order = CallOrder(optimizer, capture, structure, self._progress, always_steps=always)
@@ -535,6 +533,12 @@ class Preconditioner:
         self._failures.forget()
         self._compared = False  # the settings with those of the other ranks
 
+    def _listen(self) -> None:
+        """Have DDP report the gradients that it has reduced, if statistics are sent during the backward pass."""
+        sends = self._structure.plan.placement.rule.sends_during_backward and self._communicator.ranks > 1
+        if sends and not self._scaling.reduces:
+            listen(self._model, self._capture.on_bucket_reduced)
+
     def _empty_sums(self) -> StatisticsBuffer:
         """Return an empty buffer for the statistics of all layers, with the buckets of the placement."""
         structure, runtime = self._structure, self._communicator
@@ -663,13 +667,12 @@ class Preconditioner:
     ) -> Verification:
         """Compare the distributed computation with a single-process one, on this model and process group.
 
-        Both do a first step without earlier curvature, with the present damping: all ranks together, and each rank
-        alone, by a second `Preconditioner` on an unwrapped copy of the model with the batches of all ranks. Dropout is
-        off and norm layers use their running statistics.
+        Two other preconditioners do a first step with the present damping: one on this model, all ranks together, and
+        one on an unwrapped copy, each rank alone with the batches of all ranks. Dropout is off and norm layers use
+        their running statistics.
 
         Collective: call it on every rank, between two steps. Parameters, gradients, optimizer, buffers, generators,
-        factors and counters stay unchanged, but ``traffic()`` and times include the comparison. Each rank needs memory
-        for a second model.
+        factors and counters stay unchanged. Each rank needs memory for a second model and its curvature.
 
         Args:
             batch: This rank's argument for `loss_fn`: a tensor, or tensors in tuples, lists and dicts, samples first.
@@ -686,78 +689,59 @@ class Preconditioner:
                 process cannot compute what is compared: sampled labels, and on several ranks rows that each rank
                 selects (`natgrad.HyLo`) and factors of one rank's samples ("dp").
         """
-        structure, runtime, scaling = self._structure, self._communicator, self._scaling
-        root = structure.root
-        check_comparison(batch, loss_fn, dtype, structure, runtime.ranks)
+        scaling, runtime, root = self._scaling, self._communicator, self._structure.root
+        check_comparison(batch, loss_fn, dtype, self._structure, runtime.ranks)
         allowed = "called when no step is under way"
         require(not self.has_pending_backward, "verify()", "called between backward and step", allowed)
         summed = scaling.reductions.single == "sum"
-        with self._without_curvature() as state, extra_passes(root), deterministic(root):
-            differentiate(self._model, batch, loss_fn)
-            samples = float(self._capture.number(None))
-            self.step()
-            placed = Outcome.of(root, self.state_dict(gather=True))
-            batches = runtime.all_gather_objects((on_host(batch), samples))
-            plain = plain_copy(root, dtype)
-            with self._alone(plain, state) as alone:
-                accumulate(plain, batches, loss_fn, dtype, weighted=scaling.reduces and not summed)
-                alone.step()
-                # A sum that natgrad reduces is not divided by the number of ranks.
-                factor = float(runtime.ranks) if scaling.reduces and summed else 1.0
-                expected = Outcome.of(plain, alone.state_dict(), factor)
-        note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(self._model).__name__}"
-        return compare(structure, placed, expected, note)
-
-    @contextmanager
-    def _without_curvature(self) -> Iterator[dict[str, Any]]:
-        """Let the next step be one without earlier curvature, in which all is due, and restore the state at the end.
-
-        The value of the context is the state.
-        """
-        self._follow_model()  # to the layers as they are now
-        progress, written = self._progress, self.call_order.written
-        untouched, kept = written.untouched(), (self._background, self._failures, self._structure.plan)
-        damping, scale = progress.damping, self._clip.last
-        self._background, self._failures = BackgroundRefresh(), FailureCounters(Guard(limit=None))
-        state = self.state_dict()
-        blocks = tree_map(torch.zeros_like, state["blocks"])
-        empty = {**state, "last_factors": -1, "last_inverses": -1, "blocks": blocks}
-        empty.pop("refresh", None)  # the steps of the last captures, by side
         try:
-            with self._scaling.without_scaler():
-                self.load_state_dict(empty)
-                yield state
+            with extra_passes(root), deterministic(root):
+                with self._another(self._model, optimizer=self.optimizer, placement=self.plan.placement) as other:
+                    differentiate(self._model, batch, loss_fn)
+                    samples = float(other._capture.number(None))
+                    other.step()
+                    placed = Outcome.of(root, other.state_dict(gather=True))
+                batches = runtime.all_gather_objects((on_host(batch), samples))
+                plain = plain_copy(root, dtype)
+                with self._alone(plain) as alone:
+                    accumulate(plain, batches, loss_fn, dtype, weighted=scaling.reduces and not summed)
+                    alone.step()
+                    # A sum that natgrad reduces is not divided by the number of ranks.
+                    factor = float(runtime.ranks) if scaling.reduces and summed else 1.0
+                    expected = Outcome.of(plain, alone.state_dict(), factor)
         finally:
-            self.load_state_dict(state)
-            self._background, self._failures, self._structure.plan = kept
-            progress.damping, self._clip.last = damping, scale
-            if untouched:  # their tensors have been written into since, and hold the same values
-                written.note(self._structure.slots)
+            self.discard()
+            self._listen()
+        note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(self._model).__name__}"
+        return compare(self._structure, placed, expected, note)
 
     @contextmanager
-    def _alone(self, plain: nn.Module, state: Mapping[str, Any]) -> Iterator[Preconditioner]:
-        """Build a preconditioner with the same settings and step for a plain model, in a process group of one rank."""
+    def _another(self, model: nn.Module, **options: Any) -> Iterator[Preconditioner]:
+        """Build a preconditioner for this model or a copy, with these `options`, before its first refresh."""
+        fixed = {"scaler": None, "guard": Guard(limit=None)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NatgradWarning)  # this preconditioner gives them
+            other = type(self)(model, **{**self._arguments, **fixed, **options})
+            now = {"step": self._progress.step, "epochs": self._epochs.state_dict()}
+            other.load_state_dict({**other.state_dict(), **now})
+            try:
+                yield other
+            finally:
+                other.detach()
+
+    @contextmanager
+    def _alone(self, plain: nn.Module) -> Iterator[Preconditioner]:
+        """Build a preconditioner with the same settings for a plain model, in a process group of one rank."""
         group = None
         if self._communicator.group is not None:
             group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        settings = {
-            "optimizer": None if self.optimizer is None else with_rates_of(self.optimizer, self._structure.root, plain),
-            "refresh": None,
-            "placement": "comm-opt",
-            "precision": replace(self._structure.precision, wire=None),
-            "process_group": group,
-            "mesh": None,
-            "guard": Guard(limit=None),
-            "gradients": "averaged",
-            "accumulation": "mean",
-            "scaler": None,
-        }
+        optimizer = None if self.optimizer is None else with_rates_of(self.optimizer, self._structure.root, plain)
+        alone = {"process_group": group, "mesh": None, "placement": "comm-opt", "refresh": None}
+        plainly = {"gradients": "averaged", "accumulation": "mean"}
+        precision = replace(self._structure.precision, wire=None)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NatgradWarning)  # this preconditioner gives them
-                alone = type(self)(plain, **{**self._arguments, **settings})
-                alone.load_state_dict({**alone.state_dict(), "step": state["step"], "epochs": state["epochs"]})
-                yield alone
+            with self._another(plain, optimizer=optimizer, precision=precision, **alone, **plainly) as other:
+                yield other
         finally:
             if group is not None:
                 dist.destroy_process_group(group)

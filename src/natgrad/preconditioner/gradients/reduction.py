@@ -6,6 +6,7 @@ data parallelism.
 """
 
 # No postponed annotations here: DistributedDataParallel inspects the annotations of its communication hook.
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -177,18 +178,22 @@ def _write(parts: Sequence[_Rows], summed: Tensor) -> None:
 
 
 def take_over_reduction(model: nn.Module) -> None:
-    """Stop ``DistributedDataParallel`` from averaging gradients.
+    """Stop ``DistributedDataParallel`` from averaging gradients, for good.
 
     Raises:
-        ValueError: if `model` already has a communication hook.
+        ValueError: if `model` already has a communication hook of another kind.
     """
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel) and model not in _taken_over:
         try:
             model.register_comm_hook(None, _leave_alone)
         except RuntimeError as error:
             raise ValueError(
                 f"gradients='reduce' is not allowed: the model has a communication hook: {error}"
             ) from None
+        _taken_over.add(model)
+
+
+_taken_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _leave_alone(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

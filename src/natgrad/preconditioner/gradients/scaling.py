@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +52,6 @@ class Scaling:
         self._scaled: Tensor | None = None  # number of ranks that had not unscaled in the last step
         self.of_sum: float | Tensor | None = None
         self.counts = self._summed or self._mixed or reduces or not self._divided
-
-    @contextmanager
-    def without_scaler(self) -> Iterator[None]:
-        """Do steps with gradients that no ``GradScaler`` has scaled."""
-        scaler, self._scaler = self._scaler, None
-        try:
-            yield
-        finally:
-            self._scaler = scaler
 
     @property
     def skips(self) -> bool:
