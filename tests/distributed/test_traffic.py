@@ -35,9 +35,9 @@ def sizes(form):
 
 
 def audited(model):
-    """Return the numbers that the gradient audit adds up: two for each output of a block of the last layer."""
-    *_, last = (module for module in model.modules() if getattr(module, "bias", None) is not None)
-    return 2 * len(last.bias) // getattr(last, "groups", 1)
+    """Return the numbers that the gradient audit adds up: two for each input of the last linear layer."""
+    *_, last = (module for module in model.modules() if type(module) is torch.nn.Linear)
+    return 2 * last.in_features
 
 
 def total(results):

@@ -1,4 +1,4 @@
-"""Check that ``.grad`` agrees with the output gradients that hooks have captured, in loss scale and average."""
+"""Check that ``.grad`` agrees with the gradients that hooks have captured, in loss scale and average."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from natgrad.layers import Layer, Slot
 # The number of first steps that are compared, and of compared numbers.
 _FIRST = 3
 _NUMBERS = 32
-# The error of Σ g by rounding, relative to Σ|g|, for numbers of at least 32 bits and for narrower ones.
+# The error of Σ g a by rounding, relative to Σ |g a|, for numbers of at least 32 bits and for narrower ones.
 _ROUNDING, _ROUNDING_NARROW = 1e-4, 2e-3
-# Tolerances: the distance of a factor from 1, and the relative difference that no factor explains (for example, the
-# gradient of a penalty on the parameters). Below the last one, gradients differ only by a factor.
-_FACTOR, _REST, _ALIKE = 0.02, 0.3, 0.05
+# The relative difference that is tolerated, for example the gradient of a penalty on the parameters. If less remains
+# after multiplication by a factor, the warning names the factor.
+_TOLERANCE, _ALIKE = 0.3, 0.05
 
 
 class GradientAudit:
-    """Compares one layer's gradient with the sum of the output gradients that the hooks have captured.
+    """Compares the gradient of a weight with the inputs and output gradients that the hooks have captured.
 
-    The gradient of a bias is the sum of the output gradients; a row of a weight's gradient is the sum of the inputs
-    times the gradients of one output. Some numbers of the last bias, or else of the first row of the last linear
-    layer, are compared in the first three steps. If gradients are averaged over ranks, so are the sums. The next step
-    warns.
+    The first row of the gradient of a linear layer is the sum of its inputs times the gradients of its first output.
+    Some numbers of this row of the last linear layer are compared in the first three steps. If gradients are averaged
+    over ranks, so are the sums. The next step warns.
     """
 
     def __init__(self, *, reduces: bool = False, ignores_factors: bool = False) -> None:
@@ -42,42 +41,31 @@ class GradientAudit:
         """
         self._reduces, self._ignores_factors = reduces, ignores_factors
         self._left = _FIRST
-        self._layer: Layer | None = None
-        self._slot: Slot | None = None
+        self._chosen: tuple[Layer, Slot] | None = None
         self._sums: Tensor | None = None  # the captured sums and bounds of their rounding errors ``[2, n]``
-        self._pending: Tensor | None = None  # the inner products that `report` reads ``[5]``
+        self._pending: Tensor | None = None  # the inner products that `report` reads ``[4]``
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Choose the compared layer, the same on all ranks."""
-        biases = [(layer, slot) for layer in layers for slot in _plain_slots(layer, "bias")]
-        linear = [layer for layer in layers if type(layer.module) is nn.Linear]
-        weights = [(layer, slot) for layer in linear for slot in _plain_slots(layer, "weight")]
-        self._layer, self._slot = (biases or weights)[-1] if biases or weights else (None, None)
+        """Choose the compared layer, the same on all ranks: the last linear one that shares its weight with none."""
+        linear = [layer for layer in layers if type(layer.module) is nn.Linear and not layer.others]
+        weights = [(layer, slot) for layer in linear for slot in layer.slots if slot.leaf == "weight"]
+        self._chosen = weights[-1] if weights else None
         self.forget()
 
     def wants(self, layer: str) -> bool:
-        """Return whether to add up the output gradients of a layer in this step."""
-        return self._left > 0 and self._layer is not None and layer == self._layer.name
-
-    def wants_inputs(self, layer: str) -> bool:
-        """Return whether the comparison also needs the layer's inputs."""
-        return self.wants(layer) and self._slot is not None and self._slot.leaf != "bias"
+        """Return whether to add the inputs and output gradients of a layer in this step."""
+        return self._left > 0 and self._chosen is not None and layer == self._chosen[0].name
 
     @torch.no_grad()
-    def add(self, layer: Layer, inputs: Tensor | None, gradient: Tensor, samples: int) -> None:
-        """Add the output gradient of one use of the layer, with its inputs if `wants_inputs`."""
+    def add(self, layer: Layer, inputs: Tensor, gradient: Tensor, samples: int) -> None:
+        """Add the inputs and output gradients of one use of the layer."""
         if not gradient.numel():
             return
         dtype = torch.promote_types(gradient.dtype, torch.float32)
-        if not self.wants_inputs(layer.name):
-            rows = layer.gradient_rows(gradient, samples).dense()[0, :, :, :_NUMBERS].to(dtype)
-            found = torch.stack([rows.sum((0, 1)), rows.abs().sum((0, 1))])
-        else:
-            assert inputs is not None
-            a, g = (rows.dense()[0].flatten(0, 1).to(dtype) for rows in layer.rows(inputs, gradient, samples))
-            a, g = a[:, :_NUMBERS], g[:, 0]
-            found = torch.stack([g @ a, g.abs() @ a.abs()])
-        found[1] *= _ROUNDING if gradient.dtype.itemsize >= dtype.itemsize else _ROUNDING_NARROW
+        a, g = (rows.dense()[0].flatten(0, 1).to(dtype) for rows in layer.rows(inputs, gradient, samples))
+        a, g = a[:, :_NUMBERS], g[:, 0]
+        rounding = _ROUNDING if gradient.dtype.itemsize >= dtype.itemsize else _ROUNDING_NARROW
+        found = torch.stack([g @ a, rounding * (g.abs() @ a.abs())])
         self._sums = found if self._sums is None else self._sums + found
 
     def forget(self) -> None:
@@ -94,11 +82,11 @@ class GradientAudit:
             loss_scale: The scale of the ``GradScaler``.
             runtime: The ranks.
         """
-        if self._left == 0 or self._slot is None or self._layer is None:
+        if self._left == 0 or self._chosen is None:
             return
         self._left -= 1
-        parameter = self._slot.parameter
-        size = min(_NUMBERS, self._layer.outputs if self._slot.leaf == "bias" else math.prod(self._slot.shape[1:]))
+        _, slot = self._chosen
+        parameter, size = slot.parameter, min(_NUMBERS, slot.shape[1])
         sums = torch.zeros(2, size, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device)
         if self._sums is not None:
             sums += self._sums[:, :size]
@@ -106,52 +94,35 @@ class GradientAudit:
         if runtime.ranks > 1 and not self._reduces:
             runtime.sum_(sums.view(-1), "audit")
             sums /= runtime.ranks
-        gradient, held = self._gradient(sums[0])
-        held = held * (sums[1] > 0)  # a layer that was used without its forward was not captured
-        s, noise, g = torch.stack([*sums, gradient]) * held
-        # Divided by the largest number, because squares may overflow.
-        largest = torch.maximum(s.abs().amax(), g.abs().amax()).clamp(min=torch.finfo(g.dtype).tiny)
-        s, noise, g = s / largest, noise / largest, g / largest
-        self._pending = torch.stack([s @ s, s @ g, g @ g, (g - s) @ (g - s), noise @ noise])
+        start, rows = (0, parameter[:0]) if parameter.grad is None else own_rows(slot.name, parameter.grad)
+        if start == 0 and len(rows):
+            s, noise = sums
+            g = rows[0, :size].to(s)
+            # Divided by the largest number, because squares may overflow.
+            largest = torch.maximum(s.abs().amax(), g.abs().amax()).clamp(min=torch.finfo(g.dtype).tiny)
+            s, noise, g = s / largest, noise / largest, g / largest
+            self._pending = torch.stack([s @ s, s @ g, g @ g, noise @ noise])
         self.forget()
-
-    def _gradient(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the present gradient, and a mask of the numbers that this rank holds."""
-        gradient, held = torch.zeros_like(like), torch.zeros_like(like)
-        assert self._slot is not None
-        if self._slot.parameter.grad is not None:
-            start, rows = own_rows(self._slot.name, self._slot.parameter.grad)
-            if self._slot.leaf == "bias":  # of a norm over several dimensions: one number per element
-                start *= math.prod(rows.shape[1:])
-                numbers = rows.flatten()[: max(0, len(like) - start)]
-            else:
-                numbers = rows[:1].flatten()[: len(like)] if start == 0 else rows[:0].flatten()
-            gradient[start : start + len(numbers)], held[start : start + len(numbers)] = numbers, 1
-        return gradient, held
 
     def report(self) -> None:
         """Warn once of a mismatch found in the step before."""
         if self._pending is None:
             return
-        captured, product, actual, difference, noise = self._pending.tolist()
+        captured, product, actual, noise = self._pending.tolist()
         self._pending = None
         if not math.isfinite(captured + actual) or captured <= noise:
             return
-        factor = product / captured
-        rest = max(0.0, actual - factor * product)
-        if rest <= _ALIKE**2 * actual + noise:
-            if self._ignores_factors or abs(factor - 1) <= _FACTOR or difference <= noise:
-                return
-            text = f".grad is {factor:.4g} times the gradient captured in the backward passes of a step"
-        elif difference > _REST**2 * max(captured, actual) + noise:
-            size = math.sqrt(difference / max(captured, actual))
-            text = (
-                f".grad differs from the gradient captured in the backward passes of a step, relatively by {size:.2g}"
-            )
-        else:
+        largest, factor = max(captured, actual), product / captured
+        rest = max(0.0, actual - factor * product)  # the square of what no factor explains
+        difference = rest if self._ignores_factors else captured - 2 * product + actual
+        if difference <= _TOLERANCE**2 * largest + noise:
             return
         self._left = 0
-        warnings.warn(f"natgrad: {text}. {self._causes()}", NatgradWarning, stacklevel=4)  # of `step`
+        text = f".grad differs by {math.sqrt(difference / largest):.2g}, relatively, from the gradient"
+        if rest <= _ALIKE**2 * actual + noise:
+            text = f".grad is {factor:.4g} times the gradient"
+        text = f"natgrad: {text} captured in the backward passes of a step. {self._causes()}"
+        warnings.warn(text, NatgradWarning, stacklevel=4)  # of `step`
 
     def _causes(self) -> str:
         averaged = "nothing averages gradients over the ranks (wrap the model, or pass gradients='reduce')"
@@ -163,10 +134,3 @@ class GradientAudit:
             f"last step; {averaged}. If a term of the loss depends on the parameters directly (a penalty, or a weight "
             "that another layer uses), ignore this warning"
         )
-
-
-def _plain_slots(layer: Layer, leaf: str) -> list[Slot]:
-    """Return the layer's parameters of this name that no other layer shares."""
-    if layer.others or layer.form == "one-hot":
-        return []
-    return [slot for slot in layer.slots if slot.leaf == leaf and slot.rows is None and slot.parameter.ndim > 0]

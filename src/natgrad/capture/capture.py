@@ -228,7 +228,7 @@ class Capture:
         batch = -1 if forward is None else int(self.forward.batch)
         # Statistics need the inputs; counting samples only needs their shape.
         wanted = self._wants(name)
-        saved = Saved(inputs) if wanted or self.audit.wants_inputs(name) else None
+        saved = Saved(inputs) if wanted or self.audit.wants(name) else None
         shape = outline(inputs) if saved is None else saved.outline
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
@@ -302,11 +302,12 @@ class Capture:
         compares = self.fills and not self._sampling and self.audit.wants(name)
         draws = self._sampling == self._needs_sampled_labels(name)
         collects = self._wants(name) and draws and samples > 0 and gradient.numel() > 0
-        reads = inputs is not None and (collects or (compares and self.audit.wants_inputs(name)))
-        known = inputs.get() if inputs is not None and reads else None  # a checkpoint gives a tensor once
+        if inputs is None or not (collects or compares):
+            return
+        known = inputs.get()  # a checkpoint gives a tensor once
         if compares:
             self.audit.add(use.layer, known, gradient, samples)
-        if collects and known is not None:
+        if collects:
             with full_products(gradient.device):
                 self._observe(use, task, samples, known, gradient)
 
