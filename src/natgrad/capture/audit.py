@@ -33,12 +33,7 @@ class GradientAudit:
     """
 
     def __init__(self, *, reduces: bool = False, ignores_factors: bool = False) -> None:
-        """Start without layers; call `attach`.
-
-        Args:
-            reduces: Whether natgrad averages ``.grad`` itself, after `compare`.
-            ignores_factors: Whether a common factor of the gradients of a layer changes no update.
-        """
+        """Start without layers. `ignores_factors`: a common factor of a layer's gradients changes no update."""
         self._reduces, self._ignores_factors = reduces, ignores_factors
         self._left = _FIRST
         self._chosen: tuple[Layer, Slot] | None = None
@@ -77,10 +72,6 @@ class GradientAudit:
         """Compare ``.grad`` with the captured gradients in the first steps; collective if it is averaged already.
 
         Only inner products are computed here. `report` reads them one step later, so that the host does not wait.
-
-        Args:
-            loss_scale: The scale of the ``GradScaler``.
-            runtime: The ranks.
         """
         if self._left == 0 or self._chosen is None:
             return

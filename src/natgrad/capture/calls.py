@@ -92,11 +92,7 @@ class LayerCall:
 class Pooled:
     """The rows of all uses of a layer in one backward pass, summed over positions and uses (sharing by *reduce*).
 
-    Attributes:
-        task: The backward pass.
-        inputs: The sum of a over positions and uses ``[n, B, i]``.
-        gradients: The sum of g ``[n, B, o]``.
-        scale: The factor that makes the gradients those of per-sample losses.
+    `inputs` is the sum of a ``[n, B, i]``, `gradients` that of g ``[n, B, o]``.
     """
 
     def __init__(self, task: int, inputs: Rows, gradients: Rows, scale: float, dtype: torch.dtype) -> None:

@@ -153,12 +153,7 @@ class Reductions:
     # --- How many terms count -----------------------------------------------------------------------------------
 
     def check_count(self, count: object, layers: Iterable[str], seen: Callable[[str], int]) -> None:
-        """Check the argument of `natgrad.Preconditioner.step`.
-
-        Args:
-            count: The number of tokens that count: for all layers, or by patterns of module names. None: all.
-            layers: The names of the layers.
-            seen: Returns the largest number of positions of a layer. 0: not counted.
+        """Check the argument of `natgrad.Preconditioner.step`, for `layers` of which so many positions were `seen`.
 
         Raises:
             ValueError: if `count` has another form, or is passed for layers whose reduction is not "tokens".
@@ -237,10 +232,7 @@ class Terms:
         return max(self._positions.values(), default=0)
 
     def settle(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> None:
-        """Determine the terms of the pass `task` from one use of a layer and its output gradient.
-
-        Call it before any scaling by the number of terms. `drawn`: whether labels are sampled.
-        """
+        """Determine the terms of the pass `task` from one use of a layer and its unscaled output gradient."""
         terms = self.of_drawn if drawn else self.of_loss
         if self._tokens:
             positions, name = use.layer.positions(gradient), use.primary.name

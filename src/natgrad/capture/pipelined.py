@@ -48,15 +48,7 @@ class BucketedStatistics(StatisticsBuffer):
         runtime: Communicator,
         wire: torch.dtype | None,
     ) -> None:
-        """Lay out the buckets.
-
-        Args:
-            groups: The groups; all ranks receive all sums.
-            names: The names of the layers, in the order of the model.
-            bucket: The largest size of a bucket of several layers in bytes.
-            runtime: The ranks.
-            wire: The dtype in which sums are sent, if narrower than their own.
-        """
+        """Lay out buckets of at most `bucket` bytes, for layers with these `names`, in the order of the model."""
         self._names, self._limit = list(names), bucket
         self._runtime, self._wire = runtime, wire
         # By the number of the bucket: those in progress, in the order of sending, and the sums of earlier passes.
@@ -104,10 +96,7 @@ class BucketedStatistics(StatisticsBuffer):
     def send_complete(self, parameters: Iterable[Tensor], flush: Callable[[str], None], *, first: bool) -> None:
         """Send the buckets that are complete after DDP has reduced the gradients of `parameters`.
 
-        Args:
-            parameters: The parameters of a bucket of DDP.
-            flush: Called with each layer before its sums are sent.
-            first: Whether it is DDP's first bucket in a pass.
+        These are the `first` ones of a pass, or not. `flush` is called with each layer before its sums are sent.
         """
         if first:
             self._reduced.clear()

@@ -27,15 +27,9 @@ class LabelSampler:
         self._last = (-1, 0)  # step, and number of draws in it
 
     def score(self, likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, step: int) -> Tensor:
-        """Return the derivative of the loss at drawn labels by the outputs, in the shape of `outputs`.
+        """Return the derivative of the loss at drawn labels by the detached `outputs`, in their shape.
 
         Several draws in the same step differ.
-
-        Args:
-            likelihood: The distribution of labels.
-            outputs: The outputs of the model, detached.
-            mask: As in `natgrad.Preconditioner.backward`.
-            step: Completed steps.
 
         Raises:
             ValueError: if `outputs` or `mask` has a wrong shape. Nothing has been drawn then.
@@ -109,13 +103,7 @@ def _hidden_from_ddp(nodes: Iterable[Node]) -> Iterator[None]:
 
 
 def differentiate_to(outputs: Tensor, score: Tensor, ends: Callable[[set[Node]], list[GradientEdge]]) -> None:
-    """Run a backward pass from `outputs` to some edges, without changing ``.grad`` and hidden from DDP.
-
-    Args:
-        outputs: The outputs of the model.
-        score: The derivative by `outputs`.
-        ends: Returns the edges, for the set of nodes that a pass from `outputs` may reach.
-    """
+    """Run a backward pass from `outputs` to the edges `ends` returns, hidden from DDP; ``.grad`` does not change."""
     nodes = set() if outputs.grad_fn is None else reached(outputs.grad_fn)
     edges = ends(nodes)
     if edges:

@@ -67,15 +67,7 @@ class SampleCount:
 
 @dataclass
 class BlockSums:
-    """The sums of some blocks of a group.
-
-    Attributes:
-        group: The group.
-        blocks: The positions of the n blocks in the group.
-        sums: A tensor ``[n, *packed_shape(spec)]`` for each statistic.
-        samples: The number of samples of each block ``[n]``.
-        rows: Samples times positions of each block ``[n]``.
-    """
+    """The sums ``[n, *packed_shape(spec)]`` of n blocks, and their samples and samples times positions ``[n]``."""
 
     group: BlockGroup
     blocks: slice
@@ -272,12 +264,7 @@ class StatisticsBuffer:
     """
 
     def __init__(self, groups: Sequence[BlockGroup], *, fused: bool) -> None:
-        """Compute the layout of the buckets.
-
-        Args:
-            groups: The groups. Those whose sums this rank neither adds to nor receives are skipped.
-            fused: Whether layers share buckets.
-        """
+        """Compute the layout of the buckets, without groups whose sums this rank neither adds to nor receives."""
         self._groups = [group for group in groups if group.role.accumulates or group.role.keeps_averages]
         self._fused = fused
         self.skip_step: Tensor | None = None
@@ -331,11 +318,7 @@ class StatisticsBuffer:
     def add(self, layer: str, accumulate: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Add the statistics of one use of a layer. Its samples are counted separately.
 
-        Symmetric matrices are packed at once, to save memory.
-
-        Args:
-            layer: The layer.
-            accumulate: Adds to unpacked sums ``[n, *shape]``, as `Curvature.accumulate`.
+        `accumulate` adds to unpacked sums ``[n, *shape]``. Symmetric matrices are packed at once, to save memory.
         """
         views, specs, (_, member) = self.of(layer), self._specs[layer], self._members[layer]
         like = next(iter(views.values()))
@@ -351,9 +334,7 @@ class StatisticsBuffer:
     def close(self, shares: Shares, gain: float | Tensor) -> None:
         """Complete the buckets for sending: zeros for unused layers, gradients of per-sample losses, and counters.
 
-        Args:
-            shares: For each layer, the fraction of its tokens that count. Missing: all.
-            gain: A further factor that makes captured gradients those of per-sample losses.
+        `gain` makes captured gradients those of per-sample losses.
         """
         for bucket in self._buckets:
             bucket.close(self.sample_counts, shares, gain)
@@ -437,10 +418,7 @@ class RowBuffer:
     def __init__(self, groups: Iterable[BlockGroup], wire: torch.dtype | None) -> None:
         """Start without rows.
 
-        Args:
-            groups: The groups with gathered statistics.
-            wire: The dtype in which rows are sent. bfloat16 rows are also stored in it. float16 rows are not, because
-                small numbers need the scale of a message.
+        Rows that are sent in bfloat16 are also stored in it. In float16 small numbers need the scale of a message.
         """
         self._groups = {member.layer.name: group for group in groups for member in group.members}
         self._narrow = wire if wire == torch.bfloat16 else None
@@ -453,13 +431,9 @@ class RowBuffer:
         self.sample_counts = {name: SampleCount() for name in self._groups}
 
     def add(self, layer: str, inputs: Tensor, gradients: Tensor, scale: float) -> None:
-        """Store the rows of one backward pass.
+        """Store the rows a ``[n, B, i]``, which may not change later, and copies of g ``[n, B, o]`` of a backward pass.
 
-        Args:
-            layer: The layer.
-            inputs: Rows a ``[n, B, i]``, which may not change afterwards.
-            gradients: Rows g ``[n, B, o]``, copied.
-            scale: The factor that makes the gradients those of per-sample losses.
+        `scale` makes the gradients those of per-sample losses.
         """
         dtype = self._narrow or self._groups[layer].dtype
         rows = inputs.to(dtype), gradients.to(dtype, copy=True), scale

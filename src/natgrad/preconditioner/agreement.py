@@ -19,8 +19,7 @@ from natgrad.preconditioner.structure import Structure
 def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> None:
     """Check that `gradients` is equal on all ranks. Collective under ``DistributedDataParallel``.
 
-    This must be known before the first backward pass: a rank whose wrapper averages would wait there for ranks whose
-    wrapper does not. Without a wrapper nothing is sent in that pass.
+    A rank whose wrapper averages would wait in the first backward pass for ranks whose wrapper does not.
 
     Raises:
         NatgradError: on all ranks, if it differs.
@@ -33,14 +32,6 @@ def check_agreement(
     runtime: Communicator, structure: Structure, reductions: Reductions, settings: Mapping[str, str]
 ) -> None:
     """Check that all ranks have equal settings; collective. A rank without samples takes the choice of "auto".
-
-    Otherwise messages would not match, ranks would wait forever, or their parameters would differ.
-
-    Args:
-        runtime: The ranks.
-        structure: The layers, whose plans and curvatures are compared.
-        reductions: The reductions, which are compared.
-        settings: Descriptions of other settings.
 
     Raises:
         NatgradError: on all ranks, if their models, options or progress differ.

@@ -103,10 +103,7 @@ def check_joined(model: nn.Module) -> None:
 
 
 def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.ProcessGroup | None:
-    """Return the ranks that share the model: the wrapper's, else `process_group` or `mesh`, else the world.
-
-    Returns:
-        The group. None if ``torch.distributed`` is not initialised.
+    """Return the ranks that share the model: the wrapper's, else `process_group` or `mesh`, else the world, if any.
 
     Raises:
         ValueError: if both are given, if one contradicts the wrapper, or if this process is not in it.

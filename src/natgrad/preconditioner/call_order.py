@@ -62,12 +62,7 @@ class CallOrder:
     ) -> None:
         """Register a hook before the optimizer's steps, which does not keep this object alive.
 
-        Args:
-            optimizer: The optimizer, if the preconditioner knows it.
-            capture: The backward passes since the last step.
-            structure: The layers.
-            progress: The steps so far.
-            always_steps: Whether a rank without a backward pass takes part in every step.
+        `always_steps`: a rank without a backward pass takes part in every step.
         """
         self._capture, self._structure, self._progress = capture, structure, progress
         self._always_steps = always_steps

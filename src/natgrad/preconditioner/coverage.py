@@ -30,13 +30,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a module in the model.
-
-    Attributes:
-        name: Its qualified name, without the prefixes that wrappers add.
-        module: The module.
-        parent: The module that contains it. None for the model itself.
-    """
+    """A module, its qualified name without the prefixes of wrappers, and its parent (None: it is the model)."""
 
     name: str
     module: nn.Module

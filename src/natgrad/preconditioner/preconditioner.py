@@ -207,7 +207,7 @@ class Preconditioner:
         self._scaling, self._damping, self._clip = scaling, by_kind, Clip(optimizer, kl_clip)
         self._scheduler, self._background = RefreshScheduler(refresh), BackgroundRefresh()
         self._failures, self._inspection = FailureCounters(Guard() if guard is None else guard), Inspection()
-        self._progress, self._epochs, self._detached = StepCounters(), EpochState(), False
+        self._progress, self._epochs, self._detached, self._compared = StepCounters(), EpochState(), False, False
         warn_of_idle(root, curvature, structure.coverage)
         reductions.warn_of_idle(names)
         warn_of_missing_process_group()

@@ -33,19 +33,10 @@ _LONG = 8192
 def precondition(
     groups: Sequence[BlockGroup], damping: float, runtime: Communicator, *, shared: bool
 ) -> list[GroupGradients]:
-    """Precondition the gradients of the layers that this rank is a worker of.
+    """Return the gradients of layers, preconditioned where this rank is a worker; if `shared`, of all layers.
 
     Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all groups,
     the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of one group.
-
-    Args:
-        groups: All groups.
-        damping: γ.
-        runtime: The ranks.
-        shared: Whether ranks exchange the results. They must agree on the layers then.
-
-    Returns:
-        The layers with a ``.grad``, all layers if `shared`; preconditioned where this rank is a worker.
     """
     everything = _collect(groups, shared=shared)
     for bucket in _buckets(everything):
@@ -83,12 +74,7 @@ def dots(X: Tensor, Y: Tensor) -> Tensor:
 def _solve(group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping: float) -> Tensor:
     """Return the preconditioned gradients of some layers, and update the curvature's state by finite gradients.
 
-    Args:
-        group: The group.
-        members: The layers.
-        W: Their gradients ``[n, o, i]`` in `BlockGroup.work_dtype`. Those of layers without complete results are
-            returned unchanged, unless the curvature does without.
-        damping: γ.
+    W ``[n, o, i]`` is returned unchanged for layers without complete results, unless the curvature does without.
     """
     ready = group.are_ready(members)
     if len(set(ready)) > 1:
@@ -154,13 +140,10 @@ def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]
 
 
 def _receive_rows(bucket: Sequence[GroupGradients], runtime: Communicator) -> dict[int, Tensor]:
-    """Send each worker all rows of the sharded gradients that it preconditions.
+    """Send each worker all rows of its sharded gradients, and return those received by the parameter's ``id``.
 
     The rows come from the S ranks of the worker's copy of the model (under HSDP one replica, otherwise all ranks).
     Each other rank of these sends 1 / S of a layer's gradient.
-
-    Returns:
-        The rows by the parameter's ``id``, without plain parameters.
     """
     wanted = [
         (slot, entry.group.role.assignment.workers)

@@ -25,13 +25,7 @@ from natgrad.state.block_group import BlockGroup
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some rows of a trained parameter.
-
-    Attributes:
-        parameter: The parameter.
-        rows: The rows. None: all.
-        owner: The only worker of their layer. None: they have no curvature.
-    """
+    """Some rows of a parameter (None: all), and the only worker of their layer (None: they have no curvature)."""
 
     parameter: nn.Parameter
     rows: slice | None
@@ -55,16 +49,8 @@ def reduce_gradients(
 ) -> float | Tensor:
     """Replace every ``.grad`` by that of the loss over the samples of all ranks. Sums use at least float32.
 
-    A gradient that is missing on this rank, but not on another one, counts as zero.
-
-    Args:
-        model: The model; all its trained parameters take part, preconditioned or not.
-        runtime: The ranks.
-        samples: This rank's samples (token losses: positions) of the step.
-        summed: Whether the loss sums over samples; otherwise it is a mean.
-        groups: The covered layers, if only the worker of each receives the result. On other ranks ``.grad`` then stays
-            unchanged. None: all ranks receive all results.
-        step: The completed steps of this rank.
+    A gradient that is missing on this rank, but not on another one, counts as zero. With `groups` only the worker of
+    each layer receives the result; on other ranks ``.grad`` stays unchanged.
 
     Returns:
         The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum.

@@ -154,14 +154,7 @@ class Scaling:
     ) -> float | Tensor:
         """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
 
-        Args:
-            model: The model without wrappers.
-            groups: The groups of blocks.
-            runtime: The ranks.
-            samples: This rank's samples (token losses: positions) of the step.
-            backwards: This rank's backward passes of the step.
-            step: This rank's completed steps.
-            to_owners: Whether each layer has one worker, so that only it receives the layer's gradient.
+        `to_owners`: each layer has one worker, and only it receives the layer's gradient.
         """
         scale: float | Tensor = 1.0
         device = groups[0].device if groups else None

@@ -19,14 +19,7 @@ from natgrad.state.failures import Level
 
 @dataclass
 class HeldRows:
-    """Rows of a preconditioned gradient that this rank holds, of a layer that it is not a worker of.
-
-    Attributes:
-        slot: The parameter.
-        rows: The rows.
-        block: The first block of its layer.
-        values: Their values, flat.
-    """
+    """Rows of a preconditioned gradient that this rank holds of another's layer, which begins at `block`."""
 
     slot: Slot
     rows: range

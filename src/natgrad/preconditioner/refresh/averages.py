@@ -16,10 +16,6 @@ def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -
 
     Blocks without samples and with non-finite sums stay unchanged. So do all blocks if the GradScaler skips the step.
 
-    Args:
-        sums: The sums over all ranks.
-        failure_counters: Counts blocks with non-finite sums.
-
     Returns:
         Which blocks were updated, for each group of blocks that arrived (device bools).
     """

@@ -38,15 +38,10 @@ _Outcome: TypeAlias = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(eq=False)
 class _Refresh:
-    """A refresh in progress.
+    """A refresh in progress, of the same layers `keys` and `runs` on all ranks, that began in a step `begun`.
 
-    Attributes:
-        begun: The step that started it.
-        before: The step that started the previous refresh.
-        keys: The keys of its layers, the same on all ranks.
-        runs: Its runs, the same on all ranks.
-        pieces: For each run of this rank, the blocks that are decomposed together, with the futures of their results
-            and of which succeeded.
+    `pieces` holds, for each run of this rank, the blocks that are decomposed together and the futures of their results.
+    `before` is the step that started the previous refresh.
     """
 
     begun: int

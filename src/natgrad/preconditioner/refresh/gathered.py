@@ -112,17 +112,9 @@ class RowRun(TaskRun):
 
 @dataclass(kw_only=True)
 class RowRefresh:
-    """The refresh of gathered rows in one step.
+    """The refresh of gathered rows in one step. `run` writes the number of rows into the plan.
 
-    Attributes:
-        plan: The workers and owners; after `run` with the number of rows.
-        runtime: The ranks.
-        epochs: The epochs so far, on which the selection may depend.
-        failure_counters: Counts failures.
-        damping: α.
-        seed: Seed of the random selection, which is a function of seed, rank, step and layer.
-        step: Completed steps.
-        wire: The dtype in which rows are sent, if narrower than their own.
+    The random selection is a function of seed, rank, step and layer.
     """
 
     plan: Plan[str]
@@ -135,16 +127,10 @@ class RowRefresh:
     wire: torch.dtype | None
 
     def run(self, groups: Iterable[BlockGroup], rows: RowBuffer, shares: Shares, gain: float | Tensor) -> bool:
-        """Refresh the results of gathered rows. Layers without samples and blocks that fail keep their old results.
+        """Refresh the results of gathered rows, and return whether any block of this rank's layers was refreshed.
 
-        Args:
-            groups: The groups with gathered statistics.
-            rows: The rows of this rank, which are removed from this buffer.
-            shares: For each layer, the part of its assumed number of tokens that counts. Missing: all.
-            gain: The factor that makes captured gradients those of per-sample losses, without the number of samples.
-
-        Returns:
-            Whether any block of this rank's layers was refreshed.
+        Layers without samples and blocks that fail keep their old results. Rows that are used are removed from `rows`.
+        `gain` makes captured gradients those of per-sample losses, without the number of samples.
 
         Raises:
             ValueError: on all ranks, if one would hold more than `Placement.memory` with these rows.

@@ -39,11 +39,7 @@ class _Measured:
 
 
 class RefreshScheduler:
-    """Decides by a refresh rule which statistics are captured, and which layers are decomposed.
-
-    Attributes:
-        rule: The rule.
-    """
+    """Decides by a refresh rule which statistics are captured, and which layers are decomposed."""
 
     def __init__(self, rule: RefreshRule) -> None:
         """Start before the first step."""

@@ -180,20 +180,10 @@ def run_tasks(
     *,
     reads: Collection[Reads] = READS,
 ) -> bool:
-    """Run the tasks of some layers, each on its owner, and exchange the results among the workers.
+    """Run the tasks of the layers `keys`, each on its owner, and exchange the results; return whether there were any.
 
-    Args:
-        groups: All groups.
-        plan: The owner of each task.
-        runtime: The ranks.
-        keys: The layers, which have statistics; the same on all their workers.
-        damping: γ of this refresh.
-        failure_counters: Counts failures.
-        wire: The dtype in which matrices are sent, if narrower than that in which they are held.
-        reads: Run only tasks that read statistics of inputs, of gradients, or of both.
-
-    Returns:
-        Whether there was anything to do.
+    `keys` have statistics, and are the same on all workers of a layer. Only tasks are run that read statistics of
+    inputs, of gradients, or of both, as `reads` says.
     """
     runs = task_runs(groups, plan, keys, reads=reads)
     for run in runs:
@@ -213,7 +203,7 @@ def conclude(
 ) -> None:
     """End a refresh: exchange the results of its runs, and record which layers have curvature now.
 
-    The task runs are the same on all `workers`; those of this rank have been run.
+    The runs are the same on all `workers`; those of this rank have been run.
     """
     if len(workers) > 1:
         _exchange(runs, workers, runtime, wire)
