@@ -174,7 +174,6 @@ def refused(common, apart):
         ({}, {"wire": None}, "wire: torch.bfloat16 on ranks [0], None on ranks [1]"),
         ({}, {"duty": "sharded"}, "duty: 'rotating' on ranks [0], 'sharded' on ranks [1]"),
         ({}, {"message_bytes": 64}, "message_bytes: 67108864 on ranks [0], 64 on ranks [1]"),
-        ({}, {"scaler": torch.amp.GradScaler("cpu")}, "scaler: None on ranks [0], (2.0, 0.5, 2000) on"),
         ({}, {"nodes": Nodes((2,))}, "nodes: [[0], [1]] on ranks [0], [[0, 1]] on ranks [1]"),
         ({}, {"nodes": None}, "nodes: [[0], [1]] on ranks [0], 'from the launcher' on ranks [1]"),
     ],

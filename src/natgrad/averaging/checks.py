@@ -22,11 +22,7 @@ from natgrad.schedule import check_whole, is_whole
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check the plain options of `natgrad.DASO`, but for the phases, the plateau rule, and the range of B and S.
-
-    Raises:
-        ValueError: if one of them is not allowed.
-    """
+    """Check the plain options of `natgrad.DASO`, but for the phases, the plateau rule, and the range of B and S."""
     for name in ("batches_between", "batches_to_wait"):
         require(is_whole(options[name]), name, options[name], "a whole number")
     require_one_of("merge", options["merge"], "paper", "delta")
@@ -40,11 +36,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_arguments(model: object, optimizer: object, mesh: object, nodes: object, scaler: object) -> None:
-    """Check the objects that `natgrad.DASO` is given, without communication.
-
-    Raises:
-        ValueError: if one of them is not allowed.
-    """
+    """Check the objects that `natgrad.DASO` is given, without communication."""
     require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
     assert isinstance(model, nn.Module)
     require(not isinstance(model, DataParallel), "model", type(model).__name__, "plain, in DDP or sharded by FSDP2")
@@ -79,13 +71,7 @@ def find_replica(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def check_wrapper(model: nn.Module, grid: Grid) -> None:
-    """Check that DDP, FSDP2 and SyncBatchNorm communicate within the node alone.
-
-    Otherwise all nodes would wait for each other in every forward and backward pass.
-
-    Raises:
-        ValueError: with the ranks of the wrapper, or the name and the ranks of the first other SyncBatchNorm.
-    """
+    """Raise a ``ValueError`` if DDP, FSDP2 or SyncBatchNorm communicates between nodes in each pass."""
     node, root = grid.node_ranks, unwrap(model)
     allowed = f"wrapped over the ranks of its node alone ({node}): between nodes DASO averages"
     replica = find_replica(model)
@@ -119,10 +105,7 @@ def check_wrapper(model: nn.Module, grid: Grid) -> None:
 def check_finite(tensors: Sequence[Tensor], device: torch.device, inside: Communicator | None) -> None:
     """Check averages that are equal on all ranks, because a rank that raised alone would leave the others waiting.
 
-    Args:
-        tensors: The averages.
-        device: The device of the result; the host waits for it.
-        inside: The ranks of the node, if they hold different shards. The check is then collective in the node.
+    The check is collective among the ranks `inside` the node, if they hold different shards. The host waits for it.
 
     Raises:
         DivergedError: on all ranks, if they contain NaN or infinity.
@@ -151,11 +134,7 @@ def check_keys(state: object, keys: set[str]) -> None:
 
 
 def check_saved(name: str, found: object, shapes: Sequence[Sequence[int]], allowed: str) -> None:
-    """Check the tensors in a state: floating-point ones of these shapes, with finite elements.
-
-    Raises:
-        ValueError: if they are not; with `name`, and `allowed` if their number, kind or shapes do not fit.
-    """
+    """Raise a ``ValueError`` unless a state holds finite floating-point tensors of these shapes."""
     tensors: list[Any] = list(found) if isinstance(found, (list, tuple)) else [found]
     kinds = [
         each if not isinstance(each, Tensor) else tuple(each.shape) if each.is_floating_point() else describe(each)

@@ -27,7 +27,6 @@ from natgrad.averaging.exchange import MESSAGE_BYTES, Exchange
 from natgrad.averaging.merge import (
     AveragedTensors,
     Factors,
-    LossScale,
     Merge,
     Momenta,
     Momentum,
@@ -47,6 +46,12 @@ Duty = Literal["rotating", "sharded"]
 
 FORMAT = 3
 """Version of states."""
+
+OPTIONS = (
+    *("epochs", "steps_per_epoch", "batches_between", "batches_to_wait", "warmup_epochs", "cooldown_epochs", "merge"),
+    *("wire", "cycling_wire", "momentum", "duty", "patience", "threshold", "message_bytes"),
+)
+"""The arguments that must be equal on all ranks."""
 
 
 class DASO:
@@ -126,34 +131,20 @@ class DASO:
             threshold: Progress is a decrease of the best loss by this fraction.
             preconditioner: A preconditioner over the ranks of the node (``mesh=mesh["local"]``). The running averages
                 of its statistics are then averaged over nodes. A `natgrad.PreconditionedOptimizer` brings its own.
-            scaler: The ``GradScaler`` that scales the loss: `step` calls its ``step`` and ``update``. Each node skips
-                steps by itself; when parameters are averaged, all nodes take the smallest scale.
+            scaler: The ``GradScaler`` that scales the loss: `step` calls its ``step`` and ``update``. Each node has its
+                own scale, and skips steps by itself.
             message_bytes: The largest message; longer parameters are split.
 
         Raises:
             ValueError: if an argument is not allowed. Nothing has been changed then.
             AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
-        options = {
-            "epochs": epochs,
-            "steps_per_epoch": steps_per_epoch,
-            "batches_between": batches_between,
-            "batches_to_wait": batches_to_wait,
-            "warmup_epochs": warmup_epochs,
-            "cooldown_epochs": cooldown_epochs,
-            "merge": merge,
-            "wire": wire,
-            "cycling_wire": cycling_wire,
-            "momentum": momentum,
-            "duty": duty,
-            "patience": patience,
-            "threshold": threshold,
-            "message_bytes": message_bytes,
-        }
+        given = dict(locals())
+        options = {name: given[name] for name in OPTIONS}
         check_options(options)
         self._epochs = Epochs.of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
-        self._cycle.check_fits(self._epochs)
+        self._cycle.check_fits(steps_per_epoch)
         self._preconditioner = preconditioner = _find_preconditioner(optimizer, preconditioner)
         check_arguments(model, optimizer, mesh, nodes, scaler)
         self.model, self.optimizer, self._scaler = model, optimizer, scaler
@@ -167,7 +158,6 @@ class DASO:
             wrapper=wrapper,
             optimizer=type(optimizer).__name__,
             preconditioner=describe_factors(preconditioner),
-            scaler=_describe_scaler(scaler),
             **options,
         )
         check_wrapper(model, self.grid)
@@ -190,16 +180,11 @@ class DASO:
         """Parameters and averaged momenta in warm-up and cool-down."""
         self._cycling = AveragedTensors("parameters", self._parameters, self.parameters, merge, cycling_wire)
         """Parameters in the cycling phase."""
-        self._scale = (
-            LossScale(self.exchange("scale", everyone=False), scaler, self._device)
-            if scaler is not None and scaler.is_enabled()
-            else None
-        )
         replicated = preconditioner is not None and is_replicated(preconditioner, self.grid.inside.ranks)
         factors = self.exchange("factors", everyone=not replicated)
         self._factors = None if preconditioner is None else Factors(factors, preconditioner)
         momenta = AveragedTensors("momenta", self.exchange("momenta"), self._momenta.tensors)
-        others = (self._scale, momenta if momentum == "average" else None, self._factors)
+        others = (momenta if momentum == "average" else None, self._factors)
         self._averaged: list[AveragedTensors] = [self._cycling, *(tensors for tensors in others if tensors is not None)]
         """What is averaged in the cycling phase, in the same order on all ranks."""
 
@@ -340,7 +325,7 @@ class DASO:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make all ranks identical: parameters, buffers, averaged factors and momenta, the loss scale; collective.
+        """Make all ranks identical: parameters, buffers, averaged factors and momenta; collective.
 
         Messages in progress are dropped. Buffers (norm statistics) are averaged only here; integer buffers, such as
         counts of batches, are set to those of rank 0. Call it before saving a checkpoint for other numbers of nodes.
@@ -484,11 +469,9 @@ class DASO:
         )
 
     def exchange(self, kind: str, *, everyone: bool | None = None) -> Exchange:
-        """Return a new `Exchange` between the nodes.
+        """Return a new `Exchange` between the nodes, with the name of its messages in `traffic`.
 
-        Args:
-            kind: The name of its messages in `traffic`.
-            everyone: Whether the ranks of a node hold different tensors. None: if the model is sharded.
+        `everyone`: the ranks of a node hold different tensors. None: they do if the model is sharded.
         """
         per_rank = self._sharded if everyone is None else everyone
         return Exchange(self.grid, kind, per_rank=per_rank, message_bytes=self._message_bytes)
@@ -538,8 +521,6 @@ class DASO:
         self._cycle.restart()
         self._find_momenta()
         self._blocking.mean_()
-        if self._scale is not None:
-            self._scale.mean_()
         if self._factors is not None and self._epochs.batches % self._cycle.between == 0:
             self._factors.mean_()
         self._exchanges += 1
@@ -610,11 +591,7 @@ class DASO:
 
 
 def _find_preconditioner(optimizer: object, preconditioner: object) -> Preconditioner | None:
-    """Return the preconditioner argument, or the preconditioner of a `natgrad.PreconditionedOptimizer`.
-
-    Raises:
-        ValueError: if the argument is no preconditioner, or another than the optimizer's.
-    """
+    """Return the preconditioner argument, or the preconditioner of a `natgrad.PreconditionedOptimizer`."""
     fits = preconditioner is None or isinstance(preconditioner, Preconditioner)
     require(fits, "preconditioner", type(preconditioner).__name__, "a natgrad.Preconditioner, or None")
     if isinstance(optimizer, PreconditionedOptimizer):
@@ -622,10 +599,3 @@ def _find_preconditioner(optimizer: object, preconditioner: object) -> Precondit
         require(fits, "preconditioner", preconditioner, "left out beside a PreconditionedOptimizer")
         return optimizer.preconditioner
     return preconditioner if isinstance(preconditioner, Preconditioner) else None
-
-
-def _describe_scaler(scaler: torch.amp.GradScaler | None) -> tuple[float, float, int] | None:
-    """Return the numbers that must be equal on all ranks; None without an enabled scaler."""
-    if scaler is None or not scaler.is_enabled():
-        return None
-    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()

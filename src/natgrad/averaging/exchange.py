@@ -85,10 +85,9 @@ def _memory_layouts(
 
 @dataclass
 class PendingAverage:
-    """An exchange between nodes that is in progress.
+    """An exchange between nodes that is in progress, of tensors with the layout `packing`.
 
     Attributes:
-        packing: The layout of the tensors in messages.
         sent: The messages of this node; empty unless they were requested (``keep``).
         summed: The weighted sums of the messages of all nodes, valid after `wait`.
         nodes: P, the sum of the nodes' weights.
@@ -104,13 +103,7 @@ class PendingAverage:
     gather: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Wait for the sums; further calls do nothing.
-
-        Collective in the node, unless its ranks hold different tensors.
-
-        Raises:
-            NatgradError: if another rank has stopped.
-        """
+        """Wait for the sums, once. Collective in the node, unless its ranks hold different tensors."""
         for work in self.works:
             work.wait()
         if self.gather is not None:
@@ -126,14 +119,11 @@ class PendingAverage:
 
 
 class Exchange:
-    """Averages tensors over the nodes.
+    """Averages tensors over the nodes of a `grid`.
 
     Tensors that are equal on all ranks of a node are cut into shares. Local rank i sums share i with the ranks of the
     same local index on the other nodes; then the node gathers the shares. If tensors differ within a node, each rank
     sends its whole tensors. Local indices that not every node has send no share.
-
-    Attributes:
-        grid: The nodes.
     """
 
     def __init__(self, grid: Grid, kind: str, *, per_rank: bool = False, message_bytes: int = MESSAGE_BYTES) -> None:
@@ -150,15 +140,10 @@ class Exchange:
         reference: Sequence[Tensor] = (),
         blocking: bool = False,
     ) -> PendingAverage:
-        """Start to sum a copy of `tensors` over the nodes.
+        """Start to sum a copy of `tensors`, which have the same layouts on all ranks, over the nodes.
 
-        Args:
-            tensors: Tensors with the same layouts on all ranks.
-            keep: Whether `PendingAverage.sent` is needed.
-            wire: The dtype of messages, if narrower than that of the tensors. `sent` is rounded in the same way.
-            reference: Messages that are equal on all nodes: only the differences from them are sent.
-            blocking: Whether all ranks wait at once. Messages in a narrow dtype then take two collectives, which round
-                less.
+        Messages may be sent in the narrower dtype `wire`, in two collectives that round less if all ranks wait at once
+        (`blocking`). With `reference`, messages that are equal on all nodes, only the differences from it are sent.
         """
         packing, weight = Packing(tensors), self.grid.weights[self.grid.node]
         messages = packing.pack(tensors)

@@ -56,8 +56,7 @@ class AveragedTensors:
         name: Their name in states.
         tensors: A function that returns the current tensors.
         exchange: Sums them over the nodes.
-        reference: The shared reference as messages in full precision, bitwise equal on all ranks that hold the same
-            tensors. Empty: there is no reference.
+        reference: The shared reference as messages in full precision, bitwise equal on all ranks with the same tensors.
     """
 
     def __init__(
@@ -98,10 +97,7 @@ class AveragedTensors:
         return self._pending.summed
 
     def settle(self, waited: int | None) -> None:
-        """Wait for the exchange in progress, and merge it with the current tensors; collective in the node.
-
-        Args:
-            waited: S, the batches since the tensors were sent. None: drop the sums.
+        """Wait for the exchange of `waited` batches ago, and merge it, or drop it (None); collective in the node.
 
         Raises:
             AveragingError: if the layouts of the tensors have changed since.
@@ -118,8 +114,11 @@ class AveragedTensors:
             if self._merge == "paper":  # needs sums of tensors; "delta" needs sums of differences
                 summed = list(torch._foreach_mul(self.reference, nodes))
         sent = packing.views(pending.sent or summed)
-        for parts in zip(packing.flats(tensors), sent, packing.views(summed), strict=True):
-            self._merge_(*parts, waited, nodes)
+        for current, own, sums in zip(packing.flats(tensors), sent, packing.views(summed), strict=True):
+            if self._merge == "delta":
+                merge_delta_(current, own, sums, nodes)
+            else:
+                merge_paper_(current, sums, waited, nodes)
         self._write(tensors)
 
     def mean_(self) -> None:
@@ -134,10 +133,7 @@ class AveragedTensors:
         self._write(tensors)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Wait for the exchange in progress, and return its sums and the reference; None: there is neither.
-
-        Collective in the node if there is an exchange.
-        """
+        """Wait for the exchange in progress, and return its sums and the reference; None: there is neither."""
         state: dict[str, Any] = {}
         if self._pending is not None:
             self._pending.wait()
@@ -195,16 +191,8 @@ class AveragedTensors:
         else:
             self.reference, self._packing = mean, packing
 
-    def _merge_(
-        self, current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequence[Tensor], waited: int, nodes: int
-    ) -> None:
-        if self._merge == "delta":
-            merge_delta_(current, sent, summed, nodes)
-        else:
-            merge_paper_(current, summed, waited, nodes)
-
     def _write(self, tensors: Sequence[Tensor]) -> None:
-        """Write averaged tensors back. Subclasses whose `tensors` are copies override this."""
+        """Write averaged tensors back, if `tensors` returns copies."""
 
 
 def _on_host(vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -248,60 +236,6 @@ class Momenta:
             fits = isinstance(value, Tensor) and value.shape == parameter.shape
             if fits and value.is_floating_point() and value.ndim:
                 yield key
-
-
-class LossScale(AveragedTensors):
-    """The scale and growth tracker of each node's ``GradScaler``. A merge sets both to the smallest over the nodes.
-
-    Nodes then grow their scales in the same step. Changes of a node's scale since it was sent (growth, another skip)
-    are kept.
-
-    The message is a float64 table ``[nodes, 2]`` in which each node fills its row. The host does not wait for the
-    device.
-    """
-
-    def __init__(self, exchange: Exchange, scaler: torch.amp.GradScaler, device: torch.device) -> None:
-        """Initialize; the scale of `scaler` must exist already."""
-        super().__init__("scale", exchange, lambda: [self._table])
-        self._scaler, self._grid = scaler, exchange.grid
-        # Float64, so that multiplying by the node's weight and dividing again leaves float32 scales unchanged.
-        self._table = torch.zeros(2 * self._grid.nodes, dtype=torch.float64, device=device)
-        self._weights = torch.tensor(self._grid.weights, dtype=torch.float64, device=device)[:, None]
-
-    def send(self) -> None:
-        """Start to send this node's scale to all nodes."""
-        self._table.zero_()
-        self._table.view(-1, 2)[self._grid.node] = self._now()
-        super().send()
-
-    def mean_(self) -> None:
-        """Set the scale on all ranks to the smallest one, synchronously."""
-        self.send()
-        self.settle(0)
-
-    def _now(self) -> Tensor:
-        """Return this node's scale, and its steps since the last overflow or growth, ``[2]``."""
-        return torch.stack([tensor.to(self._table) for tensor in self._tensors_of_scaler()])
-
-    def _tensors_of_scaler(self) -> tuple[Tensor, Tensor]:
-        # get_scale() waits for the device, and there is no public access to the growth tracker.
-        scale, tracker = self._scaler._scale, self._scaler._growth_tracker
-        assert scale is not None
-        assert tracker is not None
-        return scale, tracker
-
-    def _merge_(
-        self, current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequence[Tensor], waited: int, nodes: int
-    ) -> None:
-        torch._foreach_copy_(list(current), list(summed))
-
-    def _write(self, tensors: Sequence[Tensor]) -> None:
-        table, now = tensors[0].view(-1, 2) / self._weights, self._now()
-        sent, least = table[self._grid.node], table.amin(0)
-        steps_since = now[1] - sent[1]
-        scale, tracker = self._tensors_of_scaler()
-        scale.copy_(least[0] * (now[0] / sent[0]))
-        tracker.copy_(torch.where(steps_since >= 0, least[1] + steps_since, now[1]).round())
 
 
 class Factors(AveragedTensors):

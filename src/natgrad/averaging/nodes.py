@@ -82,11 +82,7 @@ class Nodes:
 
 
 def check_equal(gather: Callable[[Any], list[Any]], **values: Any) -> None:
-    """Check that plain values are equal on all ranks; collective and synchronous.
-
-    Args:
-        gather: Returns the object of each rank, in the same order on all ranks.
-        **values: The values of this rank.
+    """Check that plain values are equal on all ranks; `gather` returns the object of each rank; collective.
 
     Raises:
         AveragingError: on all ranks, with the values that differ and their ranks.

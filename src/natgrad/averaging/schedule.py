@@ -15,18 +15,10 @@ Phase = Literal["warm-up", "cycling", "cool-down"]
 
 @dataclass(kw_only=True)
 class Epochs:
-    """The phases of a training, and its position in them.
+    """The phases of a training, and its position in them: completed epochs, and batches of the current one.
 
     Warm-up and cool-down are synchronous, with cycling in between. Lengths are in steps, or in epochs if `steps` is
-    None.
-
-    Attributes:
-        steps: The steps of an epoch. None: the user ends each epoch by ``next_epoch()``.
-        total: The length of the training. None: unknown, and no cool-down.
-        warmup: The length of the warm-up.
-        cooldown: The length of the cool-down.
-        epoch: The number of completed epochs.
-        batches: The number of batches of the current epoch so far.
+    None: the user then ends each epoch by ``next_epoch()``. A `total` of None is unknown, without a cool-down.
     """
 
     steps: int | None = None
@@ -38,11 +30,7 @@ class Epochs:
 
     @classmethod
     def of(cls, epochs: Any, steps_per_epoch: Any, warmup: Any, cooldown: Any) -> Epochs:
-        """Return the phases for arguments of `natgrad.DASO`.
-
-        Raises:
-            ValueError: with the name of the first argument that is not allowed.
-        """
+        """Return the phases for arguments of `natgrad.DASO`; a ``ValueError`` names the first that is not allowed."""
         if steps_per_epoch is not None:
             check_whole("steps_per_epoch", steps_per_epoch, 1)
         kinds = (int,) if steps_per_epoch is None else (int, float)
@@ -94,23 +82,6 @@ class Epochs:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position."""
         self.epoch, self.batches = state["epoch"], state["batches"]
-
-    def longest_cycling(self) -> int | None:
-        """Return the most consecutive batches of the cycling phase between two synchronizations.
-
-        The last step of each epoch synchronizes. None: there is no cycling phase, or `steps` is None.
-        """
-        if self.steps is None:
-            return None
-        # Trainings shorter than an epoch are tests of longer ones, and are treated as without an end.
-        end = inf if self.total is None or self.total < self.steps else self.total - self.cooldown
-        if end <= self.warmup:
-            return None
-        first = self.warmup // self.steps * self.steps
-        # Only the first two epochs of the phase and its last one can differ.
-        last = first + 2 * self.steps if end == inf else int((end - 1) // self.steps) * self.steps
-        starts = {first, first + self.steps, last}
-        return int(max(min(end, start + self.steps - 1) - max(self.warmup, start) for start in starts))
 
 
 @dataclass
@@ -172,29 +143,14 @@ class Cycle:
         require(fits, "batches_to_wait", self.wait, f"from 0 to batches_between ({self.between})")
         self._start = self.between, self.wait
 
-    def check_fits(self, epochs: Epochs) -> None:
-        """Check that epochs of known length are long enough for a message and its merge.
-
-        The last step of an epoch synchronizes all ranks and drops messages in progress. Before it, a message needs B
-        consecutive batches of the cycling phase, and its merge B + S.
+    def check_fits(self, steps: int | None) -> None:
+        """Check that a message is merged before the last step of an epoch, which drops messages in progress.
 
         Raises:
-            ValueError: with the name of the first argument that is not allowed.
+            ValueError: if B + S is not below the `steps` of an epoch.
         """
-        steps, longest = epochs.steps, epochs.longest_cycling()
-        if longest is None:
-            return
-        allowed = "above batches_between + batches_to_wait, because the last step of an epoch synchronizes all ranks"
-        require(steps != 1, "steps_per_epoch", steps, allowed)
-        why = (
-            f"an epoch of steps_per_epoch={steps} ends with a synchronization after at most {longest} batches of the "
-            "cycling phase"
-        )
-        allowed = f"at most {longest}, or no message is ever sent: {why}"
-        require(self.between <= longest, "batches_between", self.between, allowed)
-        room = longest - self.between
-        allowed = f"at most {room} with batches_between={self.between}, or no message is ever merged: {why}"
-        require(self.wait <= room, "batches_to_wait", self.wait, allowed)
+        total, allowed = self.between + self.wait, f"below steps_per_epoch ({steps}), or no message is ever merged"
+        require(steps is None or total < steps, "batches_between + batches_to_wait", total, allowed)
 
     def advance(self) -> tuple[bool, bool]:
         """Count a batch, and return whether to merge the message in progress, and then whether to send one.
