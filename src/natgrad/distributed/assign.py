@@ -131,10 +131,7 @@ def _weigh(
 
 
 def _construction(placement: Placement, key: Key, work: LayerDemand, assignment: Assignment) -> float:
-    """Return the multiply-adds of building a layer's factors once.
-
-    They are 0 if all ranks build them, because each then has the same share, or if positions are unknown.
-    """
+    """Return the multiply-adds of building a layer's factors once; 0 if all ranks do, or positions are unknown."""
     if placement.positions is None or assignment.sums != "alone":
         return 0.0
     return work.sums * placement.positions.get(str(key), 0.0)

@@ -85,11 +85,7 @@ class Slices:
         return leaving
 
     def cut(self, vectors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the slices ``[length]``.
-
-        Args:
-            vectors: The numbers of each owner.
-        """
+        """Yield the slices ``[length]`` of the numbers of each owner."""
         owners: list[list[int]] = [[] for _ in self.sizes]
         for owner, rank in self._runs:
             owners[rank].append(owner)
@@ -113,11 +109,7 @@ class Slices:
 class WireFormat:
     """The format of a row: `wide` numbers of `dtype`, the scale of float16 values, then `narrow` numbers of `wire`.
 
-    Attributes:
-        wide: The number of elements that are sent in `dtype`.
-        narrow: The number of elements that are sent in `wire`.
-        dtype: The dtype of all numbers before and after.
-        wire: The dtype of narrow numbers. In float16, those of a row are divided by a power of two.
+    Before and after, all numbers have `dtype`. Narrow float16 numbers of a row are divided by a power of two.
     """
 
     wide: int = 0

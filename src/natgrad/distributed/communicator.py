@@ -39,11 +39,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 class Work:
-    """A message that is being sent, which is kept until it has arrived.
-
-    Attributes:
-        whole: Whether `wait` sends no further messages, so that it is not collective.
-    """
+    """A message that is being sent, which is kept until it has arrived. `whole`: `wait` is not collective."""
 
     def __init__(
         self,
@@ -102,13 +98,10 @@ class Communicator:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Measure the host seconds of a collective, and explain its errors.
+        """Measure the host seconds of a collective, and explain its errors. All collectives are called in it.
 
-        All collectives of natgrad are called in this context. If another rank has stopped, the backend raises when the
-        connection breaks, at the latest after the timeout of the process group.
-
-        Raises:
-            NatgradError: if the backend raises.
+        If another rank has stopped, the backend raises when the connection breaks, at the latest after the timeout of
+        the process group.
         """
         started = perf_counter()
         try:
@@ -124,11 +117,7 @@ class Communicator:
             post().wait()
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective.
-
-        Raises:
-            NatgradError: if the backend raises.
-        """
+        """Wait for a collective."""
         with self.collective():
             work.wait()
 
@@ -203,13 +192,8 @@ class Communicator:
     ) -> Work:
         """Start `sum_` in the queue of a group. Do not use `message` before ``wait()``.
 
-        Args:
-            message: A contiguous vector of the same size on every rank.
-            kind: The kind that its bytes are counted as.
-            wire: The dtype in which it is sent, if narrower than its own.
-            group: `group` or `background`.
-            finishes_alone: Whether to send a narrow message in one collective, so that ``wait()`` is not collective.
-                For more than two ranks this rounds more.
+        Numbers are sent in the dtype `wire` if it is narrower; with `finishes_alone` in one collective, so that
+        ``wait()`` is not collective. For more than two ranks this rounds more.
         """
         narrow = narrower(wire, message.dtype)
         if self.ranks > 1 and narrow != message.dtype:
@@ -261,15 +245,11 @@ class Communicator:
     # --- Sums that go to their owners, results that owners share ------------------------------------------------
 
     def reduce_to_owners(self, vectors: Sequence[Tensor], kind: str, wire: torch.dtype | None = None) -> Tensor:
-        """Return the sum over all ranks of the vector that this rank owns.
+        """Return the sum over all ranks of the vector that this rank owns; `vectors` holds its numbers for each owner.
 
         A reduce-scatter of even slices, each of which begins with numbers of the rank that receives it. Ranks that own
-        more than a slice then receive their surplus from other ranks (`Slices`). Sums have the dtype of the numbers.
-
-        Args:
-            vectors: For each owner, the numbers that this rank adds; of one dtype, at least float32, on one device.
-            kind: The kind that their bytes are counted as.
-            wire: The dtype in which they are sent, if narrower than their own.
+        more than a slice then receive their surplus from other ranks (`Slices`). Sums have the dtype of the numbers,
+        which are sent in the dtype `wire` if it is narrower.
         """
         slices, own = Slices(tuple(map(len, vectors))), vectors[0]
         layout = _layout(own.dtype, wire, slices.length)
@@ -291,18 +271,11 @@ class Communicator:
         ranks: Sequence[int],
         wire: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """Return the vector that each of some ranks owns, on all of these ranks.
+        """Return the vectors that each of some `ranks` owns, of these `sizes`, on all of these ranks.
 
         This reverses `reduce_to_owners`, without sums. Ranks that own more than an even slice send their surplus to
         the slices of others; then all ranks gather the slices. Owners also use the rounded values, so that all ranks
         have the same bits.
-
-        Args:
-            owned: The vector of this rank, at least float32.
-            sizes: The number of elements that each of the ranks owns.
-            kind: The kind that the bytes are counted as.
-            ranks: The ranks that take part, including this one, ascending.
-            wire: The dtype in which numbers are sent, if narrower than their own.
         """
         if len(ranks) == 1:
             return [owned]
@@ -385,10 +358,7 @@ class Communicator:
         return list(arrived.split(list(sizes)))
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor]], kind: str) -> None:
-        """Broadcast messages from their owners in place. An owner sends (P - 1) times its elements.
-
-        `messages` are pairs of the owner's rank and the message.
-        """
+        """Broadcast messages, each with its owner's rank, in place. An owner sends (P - 1) times its elements."""
         works = []
         for owner, message in messages if self.ranks > 1 else ():
             assert self.group is not None

@@ -41,11 +41,7 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 
 def reshard(modules: Iterable[nn.Module]) -> bool:
-    """Make FSDP2 free unsharded parameters, which some passes leave, such as an evaluation.
-
-    Returns:
-        Whether FSDP2 shards any of the `modules`.
-    """
+    """Make FSDP2 free parameters that an evaluation leaves unsharded; return whether it shards any of the `modules`."""
     sharded = [module for module in modules if _is_managed(module)]
     for module in sharded:
         module.reshard()
@@ -66,10 +62,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def extra_passes(model: nn.Module) -> Iterator[None]:
-    """Make FSDP2 reshard before and after passes that are no part of the training.
-
-    Parameters that stay unsharded would miss the optimizer's next update.
-    """
+    """Make FSDP2 reshard around passes that are no part of the training, so that the optimizer updates its shards."""
     reshard(model.modules())
     try:
         yield
@@ -93,10 +86,7 @@ def unshard(owner: FSDPModule | None, parameter: nn.Parameter) -> None:
 
 
 def check_model(model: nn.Module) -> bool:
-    """Check that all DTensors among the parameters come from ``fully_shard``, and reshard them.
-
-    Returns:
-        Whether there are any.
+    """Check that all DTensors of a model come from ``fully_shard``, reshard them, and return whether there are any.
 
     Raises:
         ValueError: if there is another DTensor, or FSDP's first version.
@@ -113,11 +103,7 @@ def check_model(model: nn.Module) -> bool:
 
 
 def check_layers(layers: Iterable[Layer]) -> None:
-    """Check that the parameters of `layers` are sharded in a supported way.
-
-    Raises:
-        ValueError: with the name of the first parameter that is not.
-    """
+    """Raise a ``ValueError`` with the name of the first parameter that is sharded in another way than by rows."""
     for layer in layers:
         for slot in layer.slots:
             if is_sharded(slot.parameter):
@@ -205,13 +191,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def between_steps(parameter: Tensor, known: Tensor | None) -> Tensor:
-    """Return a tensor with the dtype and device that a parameter has between steps.
+    """Return a tensor with the dtype and device that a parameter has between steps; `known` is the earlier result.
 
     Within a pass FSDP2 replaces the parameter by a plain tensor, which may have another dtype.
-
-    Args:
-        parameter: The current parameter.
-        known: The earlier result for a sharded parameter, or None.
     """
     if is_sharded(parameter):
         return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
@@ -242,11 +224,7 @@ def held_rows(slot: Slot, rows: range) -> Tensor | None:
 
 
 def shard_group(name: str, tensor: Tensor) -> dist.ProcessGroup | None:
-    """Return the process group that a tensor is sharded over; None: each rank holds all rows.
-
-    Raises:
-        ValueError: if the tensor is not sharded by rows.
-    """
+    """Return the process group that the rows of a tensor are sharded over; None: each rank holds all rows."""
     return RowSharding.of(name, tensor).group if is_sharded(tensor) else None
 
 
@@ -290,14 +268,12 @@ def put_rows(found: dict[int, Tensor], slot: Slot, start: int, rows: Tensor) -> 
 
 @dataclass(frozen=True)
 class RowSharding:
-    """The distribution of the rows of a DTensor over ranks, as by ``torch.chunk``.
+    """The distribution of the rows of a DTensor of this shape over ranks, as by ``torch.chunk``.
 
     Attributes:
         group: The process group over which rows are sharded. None: each rank holds all rows.
         ranks: The number of its ranks, S.
         rank: The rank of this process in the group.
-        shape: The shape of the unsharded tensor.
-        mesh: The mesh of the tensor.
         axis: The dimension of the mesh along which rows are sharded. None: each rank holds all rows.
     """
 
@@ -387,7 +363,7 @@ def collect_rows(
         kind: The kind of the bytes in `Communicator.traffic`.
 
     Returns:
-        Tensors with all rows, by the ``id`` of the parameter. Plain parameters are not included.
+        Tensors with all rows, by the ``id`` of the parameter, without plain parameters.
     """
     holders = Holders(runtime)
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Slot, tuple[int, ...]]]] = {}

@@ -46,12 +46,10 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective on a flat bucket.
+    """A collective of `ranks` on a flat bucket.
 
-    Attributes:
-        ranks: The ranks that take part.
-        sizes: The number of elements of an all-reduce, or the number that each rank owns.
-        reduces: Whether owners receive sums. Otherwise they send their elements to all ranks.
+    `sizes` is the number of elements of an all-reduce, or the number that each rank owns; owners receive sums
+    (`reduces`) or send their elements to all ranks.
     """
 
     ranks: Sequence[int]

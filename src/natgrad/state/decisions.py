@@ -30,11 +30,7 @@ _NOTHING, _AGAIN = (nan, 0.0), (nan, REFRESHED)
 
 
 def check_use(rule: RefreshRule, covered: Collection[tuple[Layer, Curvature]]) -> None:
-    """Check that a rule applies to at least one layer.
-
-    Raises:
-        ValueError: if it applies to none, naming the rule.
-    """
+    """Raise a ``ValueError`` unless a rule applies to at least one layer."""
     if rule.separate:
         fits = "one for both sides: it has nothing that is of the inputs alone"
         usable = any(input_statistics(curvature, statistics_of(curvature, layer)) for layer, curvature in covered)

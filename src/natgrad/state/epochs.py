@@ -99,11 +99,7 @@ class EpochState:
 
     @classmethod
     def loaded(cls, state: Any) -> EpochState:
-        """Return an object with the fields that `state_dict` returned.
-
-        Raises:
-            ValueError: if `state` is not complete.
-        """
+        """Return an object with the fields that `state_dict` returned; a ``ValueError`` unless they are complete."""
         name, known = "state['epochs']", EpochState().state_dict()
         fits = isinstance(state, Mapping) and state.keys() == known.keys()
         require(fits, name, sorted(map(str, state)) if isinstance(state, Mapping) else state, f"a dict of {[*known]}")

@@ -27,8 +27,7 @@ class FailureState:
 
     Attributes:
         failed: For each task, whether the last decomposition of each block failed.
-        unusable: Blocks whose preconditioned gradient could not be used in the last step, although their gradient is
-            finite ``[N]`` (bool). None: not allocated.
+        unusable: Blocks whose preconditioned gradient was not usable in the last step, though their gradient is finite.
     """
 
     def __init__(self, parts: Iterable[str], size: int) -> None:
@@ -57,10 +56,7 @@ class FailureState:
         return {"ladder": (count, _TASKS + len(self.failed))}
 
     def state(self, blocks: slice) -> dict[str, Tensor]:
-        """Return the failures of some blocks for a checkpoint, as integers.
-
-        The name and the columns are those of earlier versions. Some columns are zero now.
-        """
+        """Return the failures of some blocks for a checkpoint, as integers, in the columns of earlier versions."""
         ladder = torch.zeros(self._size, _TASKS + len(self.failed), dtype=torch.int32, device="cpu")
         if self.unusable is not None:
             ladder[:, _UNUSABLE] = self.unusable.cpu()

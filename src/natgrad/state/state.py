@@ -120,12 +120,12 @@ def checked(
 ) -> Mapping[str, Any]:
     """Return `state` without the tuples of `snapshot`, after checking that it is complete and fits the model.
 
-    `counters` are the current values of the fields that hold counters.
+    `counters` are the current values of the fields that hold counters. Results of tasks may hold anything, as the guard
+    replaces those that are unusable.
 
     Raises:
-        ValueError: if something is missing or unknown, if a tensor has another shape or kind of dtype, or if elements
-            are not finite, or negative where they may not be. Results of tasks may hold anything, as the guard replaces
-            those that are unusable. All ranks reject the same state, without communication.
+        ValueError: on all ranks that are given the same state, if something is missing or unknown, if a tensor has
+            another shape or kind of dtype, or if elements are not finite, or negative where they may not be.
     """
     state = _unpacked(state)
     require(isinstance(state, Mapping), "state", type(state).__name__, "what Preconditioner.state_dict() returned")
