@@ -178,17 +178,3 @@ def test_what_drift_is_compared_with_counts_as_memory():
         for tensor in decisions.last_averages.values()
     )
     assert next(more) - next(more) == kept > 0
-
-
-# --- States of earlier versions -------------------------------------------------------------------------------------
-
-
-def test_states_of_rules_that_were_removed_are_refused_by_name():
-    training, (state,) = run(natgrad.Adaptive(natgrad.TraceRule()), 1)
-    with pytest.raises(ValueError, match=r"natgrad\.Capped"):
-        training.preconditioner.load_state_dict({**state, "refresh": {"budget": {}, "times": {}}})
-    with pytest.raises(ValueError, match="rules have no state"):
-        training.preconditioner.load_state_dict({**state, "refresh": {"rule": {"best": 1.0}}})
-    state["blocks"]["head.weight"]["rule"] = torch.tensor([[float("nan"), 2.0, 0.03]], dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"natgrad\.BasisRule"):
-        training.preconditioner.load_state_dict(state)

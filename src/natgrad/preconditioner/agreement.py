@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from zlib import crc32
 
@@ -68,29 +68,23 @@ def _check_equal(settings: Sequence[Mapping[str, str]]) -> None:
 
 def _settings(structure: Structure) -> dict[str, str]:
     """Return descriptions of the curvatures and dtypes."""
-    groups = structure.groups
+    groups, options = structure.groups, dict[str, set[str]]()
     made = [(group.curvature, group.statistics, group.tasks) for group in groups]
     kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]
+    for name, value in (option for curvature, *_ in made for option in _options_of(curvature)):
+        options.setdefault(name, set()).add(value)
     return {
         "curvature": f"{crc32(repr(kinds).encode()):08x}",
         "dtypes": str([str(group.dtype) for group in groups]),
         "precision": str(structure.precision),
-        **_options_of({id(group.curvature): group.curvature for group in groups}.values()),
+        **{name: " or ".join(sorted(values)) for name, values in options.items()},
     }
 
 
-def _options_of(curvatures: Iterable[Curvature]) -> dict[str, str]:
-    """Return the options of some curvatures and of those that they wrap, by type."""
-    found: dict[str, set[str]] = {}
-    waiting, known = list(curvatures), set[int]()
-    while waiting:
-        curvature = waiting.pop()
-        if id(curvature) in known:
-            continue
-        known.add(id(curvature))
-        for name, value in vars(curvature).items():
-            if isinstance(value, Curvature):
-                waiting.append(value)
-            elif value is None or isinstance(value, (bool, int, float, str)) or is_dataclass(value):
-                found.setdefault(f"{type(curvature).__name__}.{name.lstrip('_')}", set()).add(repr(value))
-    return {name: " or ".join(sorted(values)) for name, values in found.items()}
+def _options_of(curvature: Curvature) -> Iterator[tuple[str, str]]:
+    """Yield the options of a curvature and of those that it wraps, with their values."""
+    for name, value in vars(curvature).items():
+        if isinstance(value, Curvature):
+            yield from _options_of(value)
+        elif value is None or isinstance(value, (bool, int, float, str)) or is_dataclass(value):
+            yield f"{type(curvature).__name__}.{name.lstrip('_')}", repr(value)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.markup import escape
@@ -20,9 +20,6 @@ from natgrad.distributed.fsdp import whole
 from natgrad.errors import require
 from natgrad.preconditioner.structure import Structure
 from natgrad.printed import Printed
-
-if TYPE_CHECKING:
-    pass
 
 LossFunction = Callable[[nn.Module, Any], Any]
 

@@ -216,17 +216,6 @@ Decisions: TypeAlias = Mapping[BlockGroup, DecisionState]
 """The decisions on the groups that a refresh rule measures."""
 
 
-def is_of_basis_rule(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether the state of a layer was saved with the `BasisRule` of earlier versions."""
-    numbers = tensors.get(_NUMBERS)
-    if not (isinstance(numbers, Tensor) and numbers.ndim == 2 and numbers.shape[1] == 3 and len(numbers)):
-        return False
-    remembered, _, measured = numbers[0].tolist()
-    # It compared no averages, and remembered no number from one decision to the next.
-    compares = any(name.startswith(_PREFIX) for name in tensors) or "renewed" not in tensors
-    return not compares and not isfinite(remembered) and isfinite(measured)
-
-
 def _squares(group: BlockGroup, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the squared Frobenius norm of each statistic; off-diagonal elements of a triangle count twice."""
     squares = {}

@@ -22,12 +22,6 @@ FORMAT = 1
 
 Blocks = dict[str, dict[str, Tensor]]
 
-# Counters of earlier versions.
-_REMOVED_COUNTERS = {"bounded_gradients", "fallbacks/diagonal", "fallbacks/grafted"}
-
-# The rules of earlier versions that adapted the damping; their states hold further numbers.
-_ADAPTED_DAMPING = ("Autopilot", "LevenbergMarquardt")
-
 # The entries of a layer that hold flags and counts: `BlockState.good` and `BlockState.failures`. The names here and in
 # `_FIELDS` are those of the format; "early weight" is `BlockState.input_weight`, "watch" the counts of failures.
 _WHOLE = {"renewed": torch.bool, "ladder": torch.int32}
@@ -133,15 +127,10 @@ def checked(
     require(not missing, "state", sorted(state), f"complete: {', '.join(missing)} missing")
     known = is_whole(state["format"]) and state["format"] == FORMAT
     require(known, "state['format']", state["format"], f"{FORMAT}, the format of this version")
-    damping = state.get("damping")
-    rule = damping.get("rule") if isinstance(damping, Mapping) else None
-    allowed = "a fixed or scheduled damping: rules that adapt it were removed"
-    require(rule not in _ADAPTED_DAMPING, "state['damping']['rule']", rule, allowed)
     for name, least in (("step", 0), ("last_factors", -1), ("last_inverses", -1)):
         check_whole(f"state[{name!r}]", state[name], least)
     for name, counted in counters.items():
         fits = isinstance(state[name], Mapping) and counted.keys() <= state[name].keys()
-        fits = fits and state[name].keys() <= counted.keys() | _REMOVED_COUNTERS
         fits = fits and all(map(is_whole, state[name].values()))
         require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")
     loaded = state["blocks"]

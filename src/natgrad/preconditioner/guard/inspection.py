@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from natgrad.capture.compiled import BLIND
 from natgrad.capture.sums import StatisticsBuffer
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import local, own_rows
@@ -97,7 +96,7 @@ class Inspection:
             "some rows have one without any lookup. Give a functional head a layer of the same weight "
             "(head.weight = embedding.weight), and leave penalties on the weight to the optimizer",
         )
-        self._warn(self._uncalled, f"their layers were never called. Call the modules themselves{BLIND}")
+        self._warn(self._uncalled, "their layers were never called. Call the modules themselves")
 
     def _warn(self, keys: set[str], why: str) -> None:
         fresh = sorted(keys - self._warned)

@@ -20,7 +20,7 @@ from natgrad.refresh import Candidate, RefreshRule
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
 from natgrad.state.block_group import LayerBlocks
 from natgrad.state.counters import StepCounters
-from natgrad.state.decisions import KEPT, REFRESHED, Decisions, DecisionState, is_of_basis_rule
+from natgrad.state.decisions import KEPT, REFRESHED, Decisions, DecisionState
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,22 +117,13 @@ class RefreshScheduler:
         return {"refresh": {"captured": captured, "renewed": [progress.refreshed.get(reads, -1) for reads in READS]}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Check the state that `load_state_dict` reads, and that it is not of a rule that was removed.
-
-        Raises:
-            ValueError: if the state has another structure, or is of `Capped`, `BasisRule` or a rule with its own state.
-        """
+        """Raise a ``ValueError`` if the state that `load_state_dict` reads has another structure."""
         given = state.get("refresh", {})
         require(isinstance(given, Mapping), "state['refresh']", type(given).__name__, "a dict")
         for name, keys in (("captured", SIDES), ("renewed", READS)):
             steps = given.get(name, [-1] * len(keys))
             fits = isinstance(steps, Sequence) and len(steps) == len(keys) and all(type(step) is int for step in steps)
             require(fits, f"state['refresh'][{name!r}]", steps, f"a whole number for each of {', '.join(keys)}")
-        require("budget" not in given, "state['refresh']", "of natgrad.Capped", "of another rule: it was removed")
-        require("rule" not in given, "state['refresh']['rule']", given.get("rule"), "left out: rules have no state now")
-        for key, tensors in state["blocks"].items():
-            name, allowed = f"state['blocks'][{key!r}]['rule']", "of another rule: it was removed"
-            require(not is_of_basis_rule(tensors), name, "of natgrad.BasisRule", allowed)
 
     def load_state_dict(self, state: Mapping[str, Any], progress: StepCounters) -> None:
         """Restore what `state_dict` returned, after `check_state` and after everything else is restored."""
