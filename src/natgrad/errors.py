@@ -40,7 +40,6 @@ class ArgumentError(ValueError):
         self.name, self.value, self.allowed = name, value, allowed
 
     def __str__(self) -> str:
-        """Return the error message."""
         return f"{self.name}={self.value!r} is not allowed: {self.name} must be {self.allowed}"
 
 

@@ -19,7 +19,6 @@ class Printed(ABC):
         """Return the table."""
 
     def __str__(self) -> str:
-        """Return the table as text."""
         console = Console(width=max(80, shutil.get_terminal_size((_WIDTH, 0)).columns), color_system=None)
         with console.capture() as capture:
             console.print(self)

@@ -38,7 +38,6 @@ class Packing:
     """The layout of a list of tensors in flat messages, one for each dtype and device."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Compute the layout of `tensors`, in their order."""
         self._layouts = _memory_layouts(tensors)
         members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, (shape, _, dtype, device) in enumerate(self._layouts):

@@ -30,7 +30,6 @@ class Nodes:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         fits = isinstance(self.sizes, Sequence) and len(self.sizes) > 0
         fits = fits and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in self.sizes)
         require(fits, "sizes", self.sizes, "a whole number > 0 for each node")

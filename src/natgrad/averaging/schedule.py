@@ -101,7 +101,6 @@ class Plateau:
     waited: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_whole("patience", self.patience, 1)
         check_number("threshold", self.threshold, "at least 0 and below 1", minimum=0)
         require(self.threshold < 1, "threshold", self.threshold, "at least 0 and below 1")
@@ -137,7 +136,6 @@ class Cycle:
     since_sent: int | None = None
 
     def __post_init__(self) -> None:
-        """Check B and S."""
         require(self.between >= 1, "batches_between", self.between, "a whole number >= 1")
         fits = 0 <= self.wait <= self.between
         require(fits, "batches_to_wait", self.wait, f"from 0 to batches_between ({self.between})")

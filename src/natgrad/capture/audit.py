@@ -33,7 +33,6 @@ class GradientAudit:
     """
 
     def __init__(self, *, reduces: bool = False, ignores_factors: bool = False) -> None:
-        """Start without layers. `ignores_factors`: a common factor of a layer's gradients changes no update."""
         self._reduces, self._ignores_factors = reduces, ignores_factors
         self._left = _FIRST
         self._chosen: tuple[Layer, Slot] | None = None

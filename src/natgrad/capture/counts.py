@@ -277,7 +277,6 @@ class LossTerms:
     """The terms of all layers: those of each group of `Reductions`, and the model's samples."""
 
     def __init__(self, reductions: Reductions) -> None:
-        """Initialize without passes."""
         self._reductions = reductions
         self._groups: dict[str, Terms] = {}
         self._samples = Terms("mean", warned=True)

@@ -63,7 +63,6 @@ class ForwardPass:
     """
 
     def __init__(self) -> None:
-        """Initialize without uses of layers."""
         self.first: int | None = None
         self.batch = -1
         self._rows: dict[str, int] = {}
@@ -95,7 +94,6 @@ class ForwardPasses:
     """
 
     def __init__(self) -> None:
-        """Initialize without passes."""
         self.batch = NO_BATCH
         self.current: ForwardPass | None = None
         self.reset()

@@ -65,7 +65,6 @@ class _Hook:
     """
 
     def __init__(self, hooks: Hooks | None = None) -> None:
-        """Report to the receiver of `hooks`."""
         self.hooks = hooks
 
     def __reduce__(self) -> tuple[Any, ...]:

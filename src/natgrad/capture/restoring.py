@@ -15,7 +15,6 @@ class RandomState:
     """The state of torch's default generators on the host and some accelerators."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        """Read the current state."""
         self._host = torch.get_rng_state()
         self._others = [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
 

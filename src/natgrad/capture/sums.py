@@ -103,7 +103,6 @@ class Bucket:
     """
 
     def __init__(self, layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]]) -> None:
-        """Compute the layout for layers with the same role, dtype and device."""
         self.runs = _runs(layers)
         self.names = [member.layer.name for run in self.runs for member in run.members]
         self.role = self.runs[0].group.role

@@ -79,7 +79,6 @@ class Communicator:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Wrap `group`, without communication."""
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1

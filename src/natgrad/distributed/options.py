@@ -66,7 +66,6 @@ class Placement:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every option."""
         rule_of(self.name, self.fraction)
         require_one_of("owners", self.owners, "balanced", "round-robin")
         for name in ("bucket", "staleness"):

@@ -21,7 +21,6 @@ class GradientVersions:
     """Records which tensors are the gradients, and finds out whether they have changed since. Holds weak references."""
 
     def __init__(self) -> None:
-        """Start without gradients."""
         self._versions: list[tuple[Slot, weakref.ref[Tensor], int]] = []
 
     def note(self, slots: Iterable[Slot]) -> None:

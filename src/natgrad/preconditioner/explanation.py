@@ -63,14 +63,12 @@ class Explanation(Printed):
     """
 
     def __init__(self, rows: list[Row], note: str) -> None:
-        """Wrap `rows`."""
         self.rows, self.note = rows, note
         total = max(1, sum(prod(row.shape) for row in rows))
         self.covered = sum(prod(row.shape) for row in rows if not row.reason) / total
         self.preconditioned = sum(prod(row.shape) for row in rows if row.preconditioned) / total
 
     def __rich__(self) -> Table:
-        """Return the table."""
         caption = f"{self._summary()}; {self.note}"
         table = Table(title="natgrad", caption=caption)
         table.add_column("parameter", overflow="fold")
@@ -99,7 +97,6 @@ class Explanation(Printed):
         return table
 
     def __repr__(self) -> str:
-        """Show the covered and preconditioned shares."""
         return f"<Explanation of {len(self.rows)} parameters: {self._summary()}; {self.note}>"
 
     def _summary(self) -> str:

@@ -197,7 +197,6 @@ class NaturalMuon(PreconditionedOptimizer):
             _compare_heads(preconditioner._hooks, matrices, likely)
 
     def __repr__(self) -> str:
-        """Show the parameter groups."""
         return f"NaturalMuon({self.optimizer!r})"
 
 

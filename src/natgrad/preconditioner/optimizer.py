@@ -207,7 +207,6 @@ class PreconditionedOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        """Show the inner optimizer."""
         return f"PreconditionedOptimizer({self.optimizer!r})"
 
 

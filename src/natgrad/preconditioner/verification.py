@@ -55,12 +55,10 @@ class Verification(Printed):
     """
 
     def __init__(self, rows: list[Difference], note: str) -> None:
-        """Wrap `rows`."""
         self.rows, self.note = rows, note
         self.worst = max((max(row.gradient, row.factors or 0.0) for row in rows), default=0.0)
 
     def __rich__(self) -> Table:
-        """Return the table."""
         table = Table(title="natgrad: against one process", caption=f"{self.note}; worst {self.worst:.1e}")
         table.add_column("layer", overflow="fold")
         table.add_column("curvature", overflow="fold")
@@ -73,7 +71,6 @@ class Verification(Printed):
         return table
 
     def __repr__(self) -> str:
-        """Show the largest difference."""
         return f"<Verification of {len(self.rows)} layers: worst {self.worst:.1e}; {self.note}>"
 
 

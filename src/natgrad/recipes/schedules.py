@@ -80,7 +80,6 @@ class StepDecay:
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_number("epochs", self.epochs, "a number > 0", minimum=0, strict=True)
         check_number("warmup", self.warmup, "a number >= 0", minimum=0)
         check_number("factor", self.factor, "a number > 0", minimum=0, strict=True)

@@ -56,7 +56,6 @@ class DecisionState:
     """
 
     def __init__(self, group: BlockGroup, measure: Measure) -> None:
-        """Start without decisions, and without tensors on a device."""
         self._group, self._measure = group, measure
         self.numbers = torch.tensor([_NOTHING] * len(group.members), dtype=torch.float64, device="cpu")
         self.last_averages = StateTensors()

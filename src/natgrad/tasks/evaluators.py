@@ -32,7 +32,6 @@ class MeanLoss(MeanMetric):  # type: ignore[misc]
     """
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Start without batches."""
         super().__init__(dist_sync_fn=gather)
         self.loss = loss
 
@@ -48,7 +47,6 @@ class RelativeError(Metric):  # type: ignore[misc]
     squared_norm: Tensor
 
     def __init__(self) -> None:
-        """Start without batches."""
         super().__init__(dist_sync_fn=gather)
         self.add_state("squared_error", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("squared_norm", torch.tensor(0.0), dist_reduce_fx="sum")

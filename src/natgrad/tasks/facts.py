@@ -115,7 +115,6 @@ class Glyphs(Facts):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the options."""
         at_least(GLYPHS_TEST_SHARE, images=self.images)
         require(self.depth in (20, 32), "depth", self.depth, "20 or 32")
         at_least(0, seed=self.seed)
@@ -148,7 +147,6 @@ class Poisson(Facts):
     depth: int = 4
 
     def __post_init__(self) -> None:
-        """Check the options."""
         at_least(1, interior=self.interior, boundary=self.boundary, width=self.width, depth=self.depth)
 
 
@@ -191,7 +189,6 @@ class Text(Facts):
     heads: int = 4
 
     def __post_init__(self) -> None:
-        """Check the options."""
         at_least(TEXT_TEST_EVERY, sequences=self.sequences)
         at_least(1, context=self.context, layers=self.layers, width=self.width, heads=self.heads)
         require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of width={self.width}")

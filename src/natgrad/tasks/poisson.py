@@ -62,7 +62,6 @@ class PhysicsInformedNetwork(nn.Module):
     """
 
     def __init__(self, width: int, depth: int) -> None:
-        """Draw the weights of depth + 1 linear layers."""
         super().__init__()
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise((2, *[width] * depth, 1)):

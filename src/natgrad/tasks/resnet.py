@@ -26,7 +26,6 @@ class Block(nn.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        """Build both convolutions."""
         super().__init__()
         self.stride = stride
         self.new_channels = outputs - inputs
@@ -51,7 +50,6 @@ class ResNet(nn.Sequential):
     """
 
     def __init__(self, depth: int, classes: int) -> None:
-        """Build the layers."""
         blocks, rest = divmod(depth - 2, 6)
         require(rest == 0 and blocks >= 1, "depth", depth, "6 n + 2 with n >= 1")
         stages: list[nn.Module] = []

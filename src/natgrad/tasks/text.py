@@ -65,7 +65,6 @@ class Attention(nn.Module):
     """
 
     def __init__(self, width: int, heads: int) -> None:
-        """Build the projections."""
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(width, width)
@@ -93,7 +92,6 @@ class Block(nn.Module):
     """
 
     def __init__(self, width: int, heads: int) -> None:
-        """Build the layers."""
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
@@ -118,7 +116,6 @@ class Transformer(nn.Module):
     """
 
     def __init__(self, width: int, heads: int, layers: int, context: int) -> None:
-        """Build embeddings, blocks and the head."""
         super().__init__()
         self.bytes = nn.Embedding(BYTES, width)
         self.positions = nn.Embedding(context, width)

@@ -197,7 +197,6 @@ class Measured(Training):
     """
 
     def __init__(self, study: Study, measures: Measures, **options: Any) -> None:
-        """Build the training and its probe."""
         super().__init__(study.job, **options)
         self._study, self._measures = study, measures
         self._probe = study.probe(self.world.device)

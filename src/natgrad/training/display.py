@@ -47,7 +47,6 @@ class TwoLines(Progress):
     """
 
     def __init__(self, console: Console) -> None:
-        """Lay out the bar."""
         columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
         super().__init__(*columns, console=console, refresh_per_second=4)
 
@@ -65,7 +64,6 @@ class Bar:
     """
 
     def __init__(self, progress: TwoLines) -> None:
-        """Add the bar."""
         self._progress = progress
         self._bar = progress.add_task("starting", total=None, text="")
 

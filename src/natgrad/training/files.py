@@ -128,7 +128,6 @@ class Lock:
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Keep the open file."""
         self._descriptor = descriptor
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -24,7 +24,6 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._results: dict[str, Result] = {}

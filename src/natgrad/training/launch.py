@@ -143,7 +143,6 @@ class _Rendezvous(RendezvousHandler):
     NAME = "natgrad-loopback"
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        """Open the store on a free port."""
         self._run_id = parameters.run_id
         listener = socket.create_server((_LOOPBACK, 0))
         port = listener.getsockname()[1]

@@ -96,7 +96,6 @@ class Training:
         save_seconds: float = 30.0,
         is_elastic: bool = False,
     ) -> None:
-        """Build data, model, optimizer and preconditioner from the job's seed."""
         self.job, self.world, self.task = job, world, job.build_task()
         self.position, self.points = RunProgress(), list[Point]()
         self._observer, self._stop, self._save, self._save_seconds = observer, stop, save, save_seconds

@@ -50,7 +50,6 @@ class MuonWithAdamW(Optimizer):
         adjust_lr_fn: str = "match_rms_adamw",
         **options: Any,
     ) -> None:
-        """Split the parameters and build both parts."""
         matrices, others = split_for_muon(model)
         parts: list[Optimizer] = []
         if matrices:

@@ -52,7 +52,6 @@ class LargeBatchAdditions(Additions):
     """
 
     def __init__(self, job: Job, model: nn.Module, rank: int) -> None:
-        """Build the parts."""
         values, classes = job.large_batch(), job.build_task().image_classes
         assert classes is not None
         self._mixup = values.build_mixup(classes, seed=job.seed, rank=rank)

@@ -56,7 +56,6 @@ class Output:
     show: bool = False
 
     def __post_init__(self) -> None:
-        """Check the number."""
         require(self.save_seconds >= 0, "save_seconds", self.save_seconds, "a number >= 0")
 
 

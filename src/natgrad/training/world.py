@@ -133,7 +133,6 @@ class StepMessages:
     """One small asynchronous all-reduce per step, whose result is read one step later."""
 
     def __init__(self, world: World) -> None:
-        """Start without a message."""
         self._world = world
         self._sent: tuple[Tensor, Any, int] | None = None
 

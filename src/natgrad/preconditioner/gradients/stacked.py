@@ -56,7 +56,6 @@ class GroupGradients:
     failed: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look up once what depends on the group and the layers."""
         self.device, self.dtype = self.group.device, self.group.work_dtype
         self.counts = [member.stop - member.start for member in self.members]
         self.blocks = self.group.blocks_of(self.members)

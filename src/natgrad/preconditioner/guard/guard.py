@@ -35,7 +35,6 @@ class Guard:
     limit: int | None = 20
 
     def __post_init__(self) -> None:
-        """Check the limit."""
         check_whole("limit", self.limit, 1, optional=True)
 
 
@@ -59,7 +58,6 @@ class FailureCounters:
     _PATIENCE = 32
 
     def __init__(self, guard: Guard) -> None:
-        """Start at zero."""
         self.guard = guard
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
         self._streaks: dict[tuple[str, int], tuple[BlockGroup, Tensor]] = {}

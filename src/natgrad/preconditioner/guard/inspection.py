@@ -26,7 +26,6 @@ class Inspection:
     """Finds layers that are not used through their modules' forward. Their gradients are not preconditioned."""
 
     def __init__(self) -> None:
-        """Start without findings."""
         self._looked = self._has_changed = False
         self._misused: set[str] = set()
         self._uncalled: set[str] = set()

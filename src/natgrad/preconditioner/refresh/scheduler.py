@@ -42,7 +42,6 @@ class RefreshScheduler:
     """Decides by a refresh rule which statistics are captured, and which layers are decomposed."""
 
     def __init__(self, rule: RefreshRule) -> None:
-        """Start before the first step."""
         self.rule = rule
 
     def due_statistics(self, progress: StepCounters) -> frozenset[Side]:

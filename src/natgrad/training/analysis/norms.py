@@ -72,7 +72,6 @@ class EpochGradients:
     """
 
     def __init__(self, threshold: float = THRESHOLD) -> None:
-        """Start before epoch 0."""
         self._threshold = threshold
         self._norms: dict[str, list[float]] = {}
         self._rates: list[float] = []

@@ -69,7 +69,6 @@ class Probe:
         device: torch.device | None = None,
         seed: int = 0,
     ) -> None:
-        """Build the copy and add hooks to it."""
         self._loss, self._seed = loss, seed
         self._device = torch.device("cpu") if device is None else device
         with self._separate_random_state():
