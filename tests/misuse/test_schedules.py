@@ -20,7 +20,7 @@ def train(averager, steps):
 
 @pytest.mark.parametrize("between", [46, 47, 100])
 def test_epochs_too_short_for_a_message_and_its_merge(between):
-    with pytest.raises(ValueError, match="below steps_per_epoch .48., or no message is ever merged"):
+    with pytest.raises(ValueError, match=r"below steps_per_epoch .48., or no message is ever merged"):
         daso(steps_per_epoch=48, batches_between=between, batches_to_wait=2)
     assert daso(steps_per_epoch=between + 3, batches_between=between, batches_to_wait=2) is not None
 
