@@ -57,7 +57,7 @@ class StateTensors(dict[str, Tensor]):
     def write(self, name: str, blocks: slice | Tensor, values: Tensor) -> None:
         """Write finite values ``[n, *shape]`` into some blocks of a tensor, packed if the tensor is in `packed`."""
         target = self[name]
-        if name in self._scales:
+        if name in self._scales and values.numel():  # there may be no rows yet
             scale = power_of_two(values.flatten(1), _TOP).float()
             self._scales[name][blocks] = scale
             values = values / along(scale, values.ndim - 1)
