@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, TypeAlias
+
+from torch import Tensor
 
 from natgrad.errors import require, require_one_of
 from natgrad.schedule import is_whole
+
+# Tensors by the name of their `TensorSpec`.
+Tensors: TypeAlias = Mapping[str, Tensor]
 
 ROWS = 0
 """In the shape of a `TensorSpec`: the number of rows selected from the last batch; 0 before the first."""

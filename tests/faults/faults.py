@@ -267,9 +267,9 @@ _add(
 )
 _add(
     "transposed_basis",
-    "The gradient is rotated by the eigenvectors of G instead of their transpose.",
+    "The gradient is rotated by the eigenvectors of A and G instead of their transposes.",
     "dense/test_layers.py::test_linear",
-    ("linalg:solve_rotated", "product(QG.mT, W)", "product(QG, W)"),
+    ("curvature.kfac:KFAC.precondition", "self._apply(Side.rotate, gradient", "self._apply(Side.rotate_back, gradient"),
 )
 _add(
     "norm_cross_term",

@@ -8,7 +8,7 @@ leading dimension N: blocks of equal size are stored as one tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from natgrad.curvature.likelihood import Likelihood, resolve
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.schedule import is_number
-from natgrad.specs import ROWS, Statistic, Task, TensorSpec, check_declarations
+from natgrad.specs import ROWS, Statistic, Task, Tensors, TensorSpec, check_declarations
 
 
 class Training(Protocol):
@@ -95,12 +95,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def accumulate(
-        self,
-        sums: Mapping[str, Tensor],
-        inputs: Rows,
-        gradients: Rows,
-        scale: float,
-        computed: Mapping[str, Tensor] | None = None,
+        self, sums: Tensors, inputs: Rows, gradients: Rows, scale: float, computed: Tensors | None = None
     ) -> None:
         """Add one use of a layer to the sums, in place; called by a gradient hook during the backward pass.
 
@@ -118,11 +113,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def compute(
-        self,
-        task: str,
-        averages: Mapping[str, Tensor],
-        damping: float,
-        previous: Mapping[str, Tensor] | None = None,
+        self, task: str, averages: Tensors, damping: float, previous: Tensors | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Compute a task for some blocks.
 
@@ -141,12 +132,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def precondition(
-        self,
-        computed: Mapping[str, Tensor],
-        averages: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        damping: float,
+        self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         """Return the preconditioned gradient ``[N, d_out, d_in]``.
 
@@ -184,7 +170,7 @@ class Curvature(ABC):
         """
         return kernel.every(A, G, count)
 
-    def update_state(self, state: Mapping[str, Tensor], gradient: Tensor) -> Mapping[str, Tensor]:
+    def update_state(self, state: Tensors, gradient: Tensor) -> Tensors:
         """Return the new values of some of `state` ``[N, *shape]`` for this step's gradient, before it is used.
 
         Blocks whose gradient is not finite keep their state.
@@ -195,7 +181,7 @@ class Curvature(ABC):
         """
         return {}
 
-    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+    def trace(self, averages: Tensors, d_out: int) -> Tensor:
         """Return the trace of each approximated Fisher block ``[N]``, without damping.
 
         Args:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from natgrad.curvature.likelihood import Likelihood
 from natgrad.curvature.sides import Side
 from natgrad.layers import Layer, Rows
 from natgrad.linalg.device import on_host
-from natgrad.specs import Statistic, Task
+from natgrad.specs import Statistic, Task, Tensors
 
 
 class EKFAC(KFAC):
@@ -67,22 +66,16 @@ class EKFAC(KFAC):
         Raises:
             ValueError: if an argument is not allowed.
         """
-        super().__init__(
-            fisher=fisher,
-            sharing=sharing,
-            factor_decay=factor_decay,
-            likelihood=likelihood,
-            max_factor_size=max_factor_size,
-            wide=wide,
-        )
-        self._tables = KFAC(
-            fisher=fisher,
-            sharing=sharing,
-            factor_decay=factor_decay,
-            likelihood=likelihood,
-            max_factor_size=max_factor_size,
-            wide=wide,
-        )
+        options: dict[str, Any] = {
+            "fisher": fisher,
+            "sharing": sharing,
+            "factor_decay": factor_decay,
+            "likelihood": likelihood,
+            "max_factor_size": max_factor_size,
+            "wide": wide,
+        }
+        super().__init__(**options)
+        self._tables = KFAC(**options)
 
     def _options(self) -> list[str]:
         return [f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
@@ -95,7 +88,7 @@ class EKFAC(KFAC):
     @property
     def _bases(self) -> tuple[str, ...]:
         """The names of the eigenvector tensors; diagonal factors have none."""
-        return tuple(f"Q{name}" for name, side in (("A", self.A), ("G", self.G)) if side.matrices)
+        return tuple(f"Q{name}" for name, side in (("A", self.A), ("G", self.G)) if side.full)
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
         """Return A, G, the second moments S, and s, the share of rows that S was measured on.
@@ -122,12 +115,7 @@ class EKFAC(KFAC):
 
     @override
     def accumulate(
-        self,
-        sums: Mapping[str, Tensor],
-        inputs: Rows,
-        gradients: Rows,
-        scale: float,
-        computed: Mapping[str, Tensor] | None = None,
+        self, sums: Tensors, inputs: Rows, gradients: Rows, scale: float, computed: Tensors | None = None
     ) -> None:
         super().accumulate(sums, inputs, gradients, scale)
         if "S" not in sums:
@@ -137,7 +125,7 @@ class EKFAC(KFAC):
         add_moments_(sums["S"], inputs, gradients, self.A, self.G, computed or {}, scale=scale * scale)
         sums["s"].add_(float(gradients.samples * gradients.positions))
 
-    def spectrum(self, computed: Mapping[str, Tensor]) -> Tensor:
+    def spectrum(self, computed: Tensors) -> Tensor:
         """Return S if it was measured in this basis, otherwise the eigenvalues of K-FAC."""
         S, s = computed["S"], computed["s"][:, :, None]
         measured = s > 0
@@ -150,7 +138,7 @@ _HOST_PIECE, _ACCELERATOR_PIECE = 1 << 20, 1 << 24
 
 
 def add_moments_(
-    S: Tensor, inputs: Rows, gradients: Rows, A: Side, G: Side, computed: Mapping[str, Tensor], *, scale: float
+    S: Tensor, inputs: Rows, gradients: Rows, A: Side, G: Side, computed: Tensors, *, scale: float
 ) -> None:
     """Add `scale` Σ_n (Q_Gᵀ ∇_n Q_A)∘² to S, with ∇_n = Σ_t g aᵀ a sample's gradient (George et al. 2018).
 
@@ -190,7 +178,7 @@ def add_moments_(
         S.add_(gradient.square_().sum(1), alpha=scale)
 
 
-def _rotated(rows: Tensor, side: Side, computed: Mapping[str, Tensor], name: str) -> Tensor:
+def _rotated(rows: Tensor, side: Side, computed: Tensors, name: str) -> Tensor:
     """Return ``rows [n, B, r, d]`` in the eigenbasis of a side."""
     rotated: Tensor = side.rotate(rows.flatten(1, 2), computed, name).unflatten(1, rows.shape[1:3])
     return rotated

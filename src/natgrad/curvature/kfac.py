@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -14,19 +14,20 @@ from typing_extensions import override
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.likelihood import Likelihood
-from natgrad.curvature.sides import Diagonal, Form, Full, Side
+from natgrad.curvature.sides import Form, Side
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import DenseRows
 from natgrad.linalg.iterative import Warm
 from natgrad.schedule import check_whole
-from natgrad.specs import Statistic, Task
+from natgrad.specs import Statistic, Task, Tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 # The cost of each form in Cholesky inverses: about five for eigenvectors, about half of that with the last basis.
 _COST = {"eigen": 5.0, "iterative": 2.5, "inverse": 1.0}
+_DIAGONAL = Side(full=False)
 # The default tolerance and number of iterations of "iterative".
 _TOLERANCE, _ITERATIONS = 0.1, 2
 
@@ -104,8 +105,7 @@ class KFAC(Curvature):
         if sides == "a":
             self.trace_reads = ("A",)
         self.max_factor_size, self.wide = max_factor_size, wide
-        self.A: Side = Full()
-        self.G: Side = Full()
+        self.A = self.G = Side()
         self._variants: dict[object, Curvature] = {}
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class KFAC(Curvature):
 
     def describe(self, *notes: str, **sides: Side) -> str:
         """Return the options, how each of the `sides` is stored unless in full, and `notes`, as text."""
-        kept = [f"{name} {side}" for name, side in sides.items() if str(side)]
+        kept = [f"{name} diagonal" for name, side in sides.items() if not side.full]
         if self.sides == "a":
             kept.append("A alone")
         return f"{type(self).__name__}({', '.join([*self._options(), *kept, *notes])})"
@@ -131,7 +131,7 @@ class KFAC(Curvature):
         if self.sides == "a" and uses != {"matrix"}:
             return f"{self!r} has no form for an embedding, whose inputs are one-hot"
         A = self._side(layer.inputs)
-        G = Full() if self.sides == "a" else self._side(layer.outputs) if "matrix" in uses else Diagonal()
+        G = Side() if self.sides == "a" else self._side(layer.outputs) if "matrix" in uses else _DIAGONAL
         if A is None or G is None:
             widest = layer.inputs if A is None else layer.outputs
             return f"{widest} wide, more than max_factor_size={self.max_factor_size}, and wide='optimizer'"
@@ -143,11 +143,11 @@ class KFAC(Curvature):
 
     def _side(self, size: int) -> Side | None:
         if self.max_factor_size is None or size <= self.max_factor_size:
-            return Full()
-        return Diagonal() if self.wide == "diagonal" else None
+            return Side()
+        return _DIAGONAL if self.wide == "diagonal" else None
 
     def _with_sides(self, A: Side, G: Side) -> Self:
-        if A == G == Full():
+        if A.full and G.full:
             return self
         variant = copy.copy(self)
         variant.A, variant.G, variant._variants = A, G, {}
@@ -176,19 +176,14 @@ class KFAC(Curvature):
                 diagonal_of=(other,) if balanced else (),
                 writes=side.writes(self._decomposition, name, size),
                 cost=side.cost(size) * _COST[self.form],
-                needs_previous=self.warm is not None and side.matrices,
+                needs_previous=self.warm is not None and side.full,
             )
             for name, other, side, size in (factors[:1] if self.sides == "a" else factors)
         )
 
     @override
     def accumulate(
-        self,
-        sums: Mapping[str, Tensor],
-        inputs: Rows,
-        gradients: Rows,
-        scale: float,
-        computed: Mapping[str, Tensor] | None = None,
+        self, sums: Tensors, inputs: Rows, gradients: Rows, scale: float, computed: Tensors | None = None
     ) -> None:
         if "A" in sums:
             self.A.add_(sums["A"], inputs, scale=1.0)
@@ -197,57 +192,43 @@ class KFAC(Curvature):
 
     @override
     def compute(
-        self,
-        task: str,
-        averages: Mapping[str, Tensor],
-        damping: float,
-        previous: Mapping[str, Tensor] | None = None,
+        self, task: str, averages: Tensors, damping: float, previous: Tensors | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         factor, side = averages[task], self.A if task == "A" else self.G
         if self._decomposition == "eigen":
             return side.decompose(task, factor, self.warm, None if previous is None else previous.get(f"Q{task}"))
         share = factor.new_full((len(factor),), damping)
         if self.pi:
-            means = self.A.mean_eigenvalue(averages["A"]), self.G.mean_eigenvalue(averages["G"])
-            pi = linalg.trace_balance(*means)
+            A, G = (side.diagonal(averages[name]).mean(-1) for name, side in (("A", self.A), ("G", self.G)))
+            pi = linalg.trace_balance(A, G)
             share = damping**0.5 * (pi if task == "A" else 1 / pi)
         return side.invert(task, factor, share)
 
     @override
     def precondition(
-        self,
-        computed: Mapping[str, Tensor],
-        averages: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        damping: float,
+        self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
-        A, G = self.A, self.G
-        if self.sides == "a":
-            if self._decomposition == "inverse":
-                return A.multiply(gradient, computed, "A")
-            rotated = A.rotate(gradient, computed, "A") / (computed["vA"][:, None, :] + damping)
-            return A.rotate_back(rotated, computed, "A")
         if self._decomposition == "inverse":
-            if A == G == Full():
-                return linalg.solve_inverse(gradient, computed["inverse_A"], computed["inverse_G"])
-            return A.multiply(G.multiply(gradient.mT, computed, "G").mT, computed, "A").contiguous()
+            return self._apply(Side.multiply, gradient, computed)
         known = {**computed, **averages}
-        if A == G == Full():
-            return linalg.solve_rotated(
-                gradient, computed["QA"], computed["QG"], lambda: self.spectrum(known).add_(damping)
-            )
-        rotated = A.rotate(G.rotate(gradient.mT, computed, "G").mT, computed, "A") / self.spectrum(known).add_(damping)
-        # A diagonal side may return a transpose, but the gradient of a grouped convolution must be contiguous.
-        return A.rotate_back(G.rotate_back(rotated.mT, computed, "G").mT, computed, "A").contiguous()
+        rotated = self._apply(Side.rotate, gradient, known) / self.spectrum(known).add_(damping)
+        return self._apply(Side.rotate_back, rotated, known)
 
-    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+    def _apply(self, operation: Callable[[Side, Tensor, Tensors, str], Tensor], W: Tensor, computed: Tensors) -> Tensor:
+        """Apply an operation of each side to gradients ``[N, o, i]``."""
+        if self.sides == "both":
+            W = operation(self.G, W.mT, computed, "G").mT
+        # A diagonal side may return a transpose, but the gradient of a grouped convolution must be contiguous.
+        return operation(self.A, W, computed, "A").contiguous()
+
+    def trace(self, averages: Tensors, d_out: int) -> Tensor:
         """Return tr A · tr G, with the identity as G for ``sides="a"``."""
         return self.A.trace(averages["A"]) * (d_out if self.sides == "a" else self.G.trace(averages["G"]))
 
-    def spectrum(self, computed: Mapping[str, Tensor]) -> Tensor:
+    def spectrum(self, computed: Tensors) -> Tensor:
         """Return the eigenvalues of the block ``[N, o, i]``, v_G v_Aᵀ in the eigen forms, as a new tensor."""
-        return computed["vG"][:, :, None] * computed["vA"][:, None, :]
+        vA = computed["vA"][:, None, :]
+        return computed["vG"][:, :, None] * vA if self.sides == "both" else vA.clone()
 
 
 def _warm(form: str, tolerance: float | None, iterations: int | None) -> Warm | None:
@@ -309,7 +290,7 @@ class TableKFAC(Curvature):
         """Return D, E and t of lookups, G, A and T of heads, all as means over samples."""
         entries, features = self._factors.G, self._factors.A
         # With heads, D and A come from the inputs of different uses, so neither is a statistic of all inputs.
-        D = Diagonal().statistic("D", d_out, source="both" if self._heads else "inputs", per="sample", gradient_power=0)
+        D = _DIAGONAL.statistic("D", d_out, source="both" if self._heads else "inputs", per="sample", gradient_power=0)
         specs = [D, features.statistic("E", d_in, source="gradients", per="sample", gradient_power=2)]
         if self.sum_positions:
             specs.append(Statistic("t", (1,), counts_positions=True, nonnegative=True))
@@ -328,12 +309,7 @@ class TableKFAC(Curvature):
 
     @override
     def accumulate(
-        self,
-        sums: Mapping[str, Tensor],
-        inputs: Rows,
-        gradients: Rows,
-        scale: float,
-        computed: Mapping[str, Tensor] | None = None,
+        self, sums: Tensors, inputs: Rows, gradients: Rows, scale: float, computed: Tensors | None = None
     ) -> None:
         entries, features = self._factors.G, self._factors.A
         rows = float(inputs.samples * inputs.positions)
@@ -346,35 +322,26 @@ class TableKFAC(Curvature):
             inputs = _normalised(inputs)
             sums["t"].add_(rows)
         if "D" in sums:
-            Diagonal().add_(sums["D"], inputs, scale=1.0)
+            _DIAGONAL.add_(sums["D"], inputs, scale=1.0)
         features.add_(sums["E"], gradients, scale=scale * scale)
 
     @override
     def compute(
-        self,
-        task: str,
-        averages: Mapping[str, Tensor],
-        damping: float,
-        previous: Mapping[str, Tensor] | None = None,
+        self, task: str, averages: Tensors, damping: float, previous: Tensors | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         return self._factors.compute(task, self.merged(averages), damping, previous)
 
     @override
     def precondition(
-        self,
-        computed: Mapping[str, Tensor],
-        averages: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        damping: float,
+        self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         return self._factors.precondition(computed, averages, state, gradient, damping)
 
-    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+    def trace(self, averages: Tensors, d_out: int) -> Tensor:
         """Return tr R · tr C, which is the trace of F."""
         return self._factors.trace(self.merged(averages), d_out)
 
-    def merged(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merged(self, averages: Tensors) -> dict[str, Tensor]:
         """Return the factors R and C of the one Kronecker product, as G and A of K-FAC.
 
         Args:

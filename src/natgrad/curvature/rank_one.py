@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.errors import require_one_of
 from natgrad.layers import Rows
-from natgrad.specs import Statistic, Task, TensorSpec
+from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
 
 class RankOne(Curvature):
@@ -66,40 +65,26 @@ class RankOne(Curvature):
 
     @override
     def accumulate(
-        self,
-        sums: Mapping[str, Tensor],
-        inputs: Rows,
-        gradients: Rows,
-        scale: float,
-        computed: Mapping[str, Tensor] | None = None,
+        self, sums: Tensors, inputs: Rows, gradients: Rows, scale: float, computed: Tensors | None = None
     ) -> None:
         for name, rows, factor in (("a", inputs, 1.0), ("g", gradients, scale)):
             sums[name].add_(rows.pool().sum(1).to(sums[name].dtype).mul_(factor))
 
     @override
     def compute(
-        self,
-        task: str,
-        averages: Mapping[str, Tensor],
-        damping: float,
-        previous: Mapping[str, Tensor] | None = None,
+        self, task: str, averages: Tensors, damping: float, previous: Tensors | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         a, g = averages["a"], averages["g"]
         return {"mean_a": a, "mean_g": g}, torch.ones(len(a), dtype=torch.bool, device=a.device)
 
     trace_reads = ("a", "g")
 
-    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+    def trace(self, averages: Tensors, d_out: int) -> Tensor:
         """Return ``‖ā‖² ‖ḡ‖²``."""
         return averages["a"].square().sum(-1) * averages["g"].square().sum(-1)
 
     @override
     def precondition(
-        self,
-        computed: Mapping[str, Tensor],
-        averages: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        damping: float,
+        self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         return linalg.solve_rank_one(gradient, computed["mean_a"], computed["mean_g"], damping)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from math import ceil, inf
 from typing import Literal, NoReturn
 
@@ -15,7 +14,7 @@ from natgrad.curvature.base import Curvature, Training, check_estimate
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.schedule import is_number
-from natgrad.specs import ROWS, Statistic, Task, TensorSpec
+from natgrad.specs import ROWS, Statistic, Task, Tensors, TensorSpec
 
 # The number of rows assumed in the costs of tasks, because the batch is not known yet.
 _NOMINAL_ROWS = 256
@@ -40,8 +39,19 @@ class _RowCurvature(Curvature):
     sum_positions = True
     default_damping = 0.1
 
-    def __init__(self, *, fisher: Literal["empirical", "sampled"], likelihood: str | Likelihood | None) -> None:
-        """Check the common arguments."""
+    def __init__(
+        self, *, fisher: Literal["empirical", "sampled"] = "empirical", likelihood: str | Likelihood | None = None
+    ) -> None:
+        """Choose the variant.
+
+        Args:
+            fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
+                prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
+            likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
+
+        Raises:
+            ValueError: if an argument is not allowed.
+        """
         self.fisher = fisher
         # The decay is for norm layers: rows have no running average.
         self.factor_decay, self.likelihood = check_estimate(fisher, _DECAY, likelihood)
@@ -71,23 +81,14 @@ class _RowCurvature(Curvature):
 
     @override
     def compute(
-        self,
-        task: str,
-        averages: Mapping[str, Tensor],
-        damping: float,
-        previous: Mapping[str, Tensor] | None = None,
+        self, task: str, averages: Tensors, damping: float, previous: Tensors | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         samples = averages["samples"]
         M, fine = kernel.inverted(averages["A"], averages["G"], averages.get("Y"), samples=samples, damping=damping)
         return {"M": M}, fine
 
     def precondition(
-        self,
-        computed: Mapping[str, Tensor],
-        averages: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        damping: float,
+        self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         """Precondition with the damping of the last refresh."""
         A, G, M = (computed[name].to(gradient.dtype) for name in ("A", "G", "M"))
@@ -102,24 +103,6 @@ class SNGD(_RowCurvature):
 
     The default damping is 0.1, because the part of a gradient outside the span of the rows is multiplied by 1/α.
     """
-
-    def __init__(
-        self,
-        *,
-        fisher: Literal["empirical", "sampled"] = "empirical",
-        likelihood: str | Likelihood | None = None,
-    ) -> None:
-        """Choose the variant.
-
-        Args:
-            fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
-                prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
-            likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
-
-        Raises:
-            ValueError: if an argument is not allowed.
-        """
-        super().__init__(fisher=fisher, likelihood=likelihood)
 
     def __repr__(self) -> str:
         """Show the variant."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Literal
 
@@ -17,7 +16,7 @@ from natgrad.layers import Layer, Rows
 from natgrad.linalg import product
 from natgrad.linalg.roots import LONG, inverse_root, inverse_square_root, newton_schulz, polar
 from natgrad.schedule import check_whole, is_number
-from natgrad.specs import Statistic, Task, TensorSpec
+from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
 # The root mean square of the update's elements, typical of Adam's updates (Liu 2025, section 2.2).
 _SIZE = 0.2
@@ -139,12 +138,7 @@ class Spectral(Curvature):
 
     @override
     def accumulate(
-        self,
-        sums: Mapping[str, Tensor],
-        inputs: Rows,
-        gradients: Rows,
-        scale: float,
-        computed: Mapping[str, Tensor] | None = None,
+        self, sums: Tensors, inputs: Rows, gradients: Rows, scale: float, computed: Tensors | None = None
     ) -> None:
         if "A" in sums:
             inputs.add_gram_(sums["A"], scale=1.0)
@@ -153,11 +147,7 @@ class Spectral(Curvature):
 
     @override
     def compute(
-        self,
-        task: str,
-        averages: Mapping[str, Tensor],
-        damping: float,
-        previous: Mapping[str, Tensor] | None = None,
+        self, task: str, averages: Tensors, damping: float, previous: Tensors | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         if not self.power:
             return {}, next(iter(averages.values())).isfinite().flatten(1).all(1)
@@ -165,22 +155,17 @@ class Spectral(Curvature):
         return {f"root_{task}": root}, succeeded
 
     @override
-    def update_state(self, state: Mapping[str, Tensor], gradient: Tensor) -> Mapping[str, Tensor]:
+    def update_state(self, state: Tensors, gradient: Tensor) -> Tensors:
         return {"momentum": torch.lerp(gradient, state["momentum"], self.momentum)}
 
     @override
-    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+    def trace(self, averages: Tensors, d_out: int) -> Tensor:
         A, G = (averages[name].diagonal(dim1=-2, dim2=-1).sum(-1) for name in ("A", "G"))
         return A * G
 
     @override
     def precondition(
-        self,
-        computed: Mapping[str, Tensor],
-        averages: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        damping: float,
+        self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
         if self.dtype is not None:
@@ -201,7 +186,7 @@ class Spectral(Curvature):
         scale = torch.where(moves & (norm > 0), size / norm, 0)
         return update.mul_(scale.view(-1, 1, 1)).reshape(gradient.shape)
 
-    def _polar(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+    def _polar(self, left: Tensor, computed: Tensors) -> Tensor:
         """Return ``polar(X) A_δ^-p`` with X = ``left A_δ^-p``, up to a factor; without a polar factor X."""
         if "root_A2" in computed:  # polar(X) = (X Xᵀ)^(-1/2) X
             assert self.steps

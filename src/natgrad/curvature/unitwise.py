@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import require_one_of
 from natgrad.layers import Layer, Rows
-from natgrad.specs import Statistic, Task, TensorSpec
+from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
 _CHUNK = 2**16
 """About how many elements are squared at once, to fit a cache."""
@@ -85,12 +84,7 @@ class UnitWise(Curvature):
 
     @override
     def accumulate(
-        self,
-        sums: Mapping[str, Tensor],
-        inputs: Rows,
-        gradients: Rows,
-        scale: float,
-        computed: Mapping[str, Tensor] | None = None,
+        self, sums: Tensors, inputs: Rows, gradients: Rows, scale: float, computed: Tensors | None = None
     ) -> None:
         total = sums["F"]
         if self.form == "full":
@@ -106,11 +100,7 @@ class UnitWise(Curvature):
 
     @override
     def compute(
-        self,
-        task: str,
-        averages: Mapping[str, Tensor],
-        damping: float,
-        previous: Mapping[str, Tensor] | None = None,
+        self, task: str, averages: Tensors, damping: float, previous: Tensors | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         F = averages["F"]
         if self.form == "full":
@@ -120,12 +110,7 @@ class UnitWise(Curvature):
 
     @override
     def precondition(
-        self,
-        computed: Mapping[str, Tensor],
-        averages: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        damping: float,
+        self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         if self.form == "full":
             columns = gradient.mT.flatten(1)[:, :, None]
@@ -135,7 +120,7 @@ class UnitWise(Curvature):
 
     trace_reads = ("F",)
 
-    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+    def trace(self, averages: Tensors, d_out: int) -> Tensor:
         """Return the sum of the mean squares."""
         F = averages["F"]
         if self.form == "full":

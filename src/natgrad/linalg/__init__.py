@@ -7,7 +7,7 @@ gradient block is ``W [N, o, i]``; a Fisher block is ``G [N, o, o]`` ⊗ ``A [N,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 
 import torch
@@ -126,40 +126,6 @@ def trace_balance(mean_a: Tensor, mean_g: Tensor) -> Tensor:
     return torch.where(balanced, mean_a / torch.where(balanced, mean_g, 1), 1).sqrt()
 
 
-def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Callable[[], Tensor]) -> Tensor:
-    """Return ``Q_G [(Q_Gᵀ W Q_A) / divisor] Q_Aᵀ``: W divided by eigenvalues in the basis Q_G ⊗ Q_A.
-
-    With the divisor v_G v_Aᵀ + γ that is exactly ``(G ⊗ A + γI)⁻¹ W`` (Pauloski 2022, eq. 11-13).
-
-    Args:
-        W: ``[N, o, i]``.
-        QA: Eigenvectors of A in columns ``[N, i, i]``.
-        QG: Eigenvectors of G in columns ``[N, o, o]``.
-        divisor: Returns the damped eigenvalues ``[N, o, i]``; called once they are needed, to save memory.
-
-    Returns:
-        ``[N, o, i]``. Cost: 2 N (o² i + o i²) multiply-adds, and memory for two more tensors of this shape.
-    """
-    rotated = product(product(QG.mT, W), QA)
-    rotated /= divisor()
-    half = product(QG, rotated)
-    return product(half, QA.mT, out=rotated)
-
-
-def solve_inverse(W: Tensor, inverse_A: Tensor, inverse_G: Tensor) -> Tensor:
-    """Return ``G⁻¹ W A⁻¹`` for damped inverses (Pauloski 2022, eq. 10).
-
-    Args:
-        W: ``[N, o, i]``.
-        inverse_A: ``[N, i, i]``.
-        inverse_G: ``[N, o, o]``.
-
-    Returns:
-        ``[N, o, i]``. Cost: N (o² i + o i²) multiply-adds.
-    """
-    return product(product(inverse_G, W), inverse_A)
-
-
 def solve_pairs(W: Tensor, F: Tensor, damping: float) -> Tensor:
     """Solve ``[[f11 + γ, f12], [f12, f22 + γ]] v = w`` for each output (Osawa 2020, SP-NGD).
 
@@ -199,15 +165,12 @@ def solve_rank_one(W: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     return torch.baddbmm(W, g * share, a.mT, alpha=-1).div_(damping)
 
 
-def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return ``left @ right`` in the wider dtype of both, with the factors rounded to the narrower.
-
-    `out` is used only if both have the same dtype and no gradients are recorded.
-    """
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right`` in the wider dtype of both, with the factors rounded to the narrower."""
     # `matmul` copies the transpose of a single matrix. (`len` of a tensor is slow.)
     stacks = left.ndim == right.ndim == 3 and left.shape[0] == right.shape[0]
     multiply = torch.bmm if stacks else torch.matmul
     if left.dtype == right.dtype:
-        return multiply(left, right) if torch.is_grad_enabled() else multiply(left, right, out=out)
+        return multiply(left, right)
     narrow, wide = sorted((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
     return multiply(left.to(narrow), right.to(narrow)).to(wide)
