@@ -4,7 +4,7 @@ VENV   ?= .venv
 READY  := $(VENV)/.ready
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/
 
-.PHONY: help setup demo test test-slow test-faults coverage audit bench lint types check clean
+.PHONY: help setup demo test test-slow test-faults audit bench lint types check clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,20 +21,21 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Compare natural Muon and K-FAC with AdamW and Muon on two built-in tasks (about 4 minutes)
 	$(RUN)natgrad compare autoencoder digits --optimizers natural-muon,kfac,adamw,muon --seeds 2 --workers 2 --first-seed 100 --out runs/demo
 
-test: $(READY)  ## Run the tests
+test: $(READY)  ## Run the tests (COVERAGE=1: measure their branch coverage, which must be at least 90 %)
+ifdef COVERAGE
+	rm -f .coverage .coverage.*
+	$(RUN)python -m coverage run -m pytest -m "not slow" -n auto --dist loadfile
+	$(RUN)python -m coverage combine --quiet
+	$(RUN)python -m coverage report --fail-under=90
+else
 	$(RUN)python -m pytest -m "not slow" -n auto --dist loadfile
+endif
 
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(RUN)python -m pytest -m slow
 
 test-faults: $(READY)  ## Check that each seeded fault fails a test (PART=k/n: only each n-th, from the k-th on)
 	$(RUN)python -m tests.faults $(if $(PART),--part $(PART))
-
-coverage: $(READY)  ## Measure the branch coverage of the tests, ranks included; it must be at least 90 %
-	rm -f .coverage .coverage.*
-	$(RUN)python -m coverage run -m pytest -m "not slow" -n auto --dist loadfile
-	$(RUN)python -m coverage combine --quiet
-	$(RUN)python -m coverage report --fail-under=90
 
 audit: $(READY)  ## Look the pinned versions up in the advisories of PyPI (needs a network)
 	$(VENV)/bin/python -m pip install --quiet pip-audit

@@ -132,7 +132,7 @@ class Ranks:
         return results
 
     def close(self) -> None:
-        """End the processes: under `make coverage` by a signal that lets them write their data, otherwise by force."""
+        """End the processes: by force, or under `make test COVERAGE=1` by a signal that lets them write their data."""
         for process, _ in self._workers:
             if os.environ.get("COVERAGE_PROCESS_CONFIG"):
                 process.terminate()
