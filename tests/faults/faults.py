@@ -476,7 +476,7 @@ _add(
     "All ranks draw the labels of the sampled Fisher from the same random numbers.",
     "distributed/test_equality.py::test_every_rank_draws_its_own_labels",
     (
-        "capture.sampled:LabelSampler._generator",
+        "capture.sampled:LabelSampler.score",
         "seed_of(self.seed, self._rank, step, draw)",
         "seed_of(self.seed, 0, step, draw)",
     ),

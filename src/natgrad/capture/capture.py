@@ -23,7 +23,7 @@ from natgrad.capture.counts import Count, LossTerms, Reductions
 from natgrad.capture.forward import ForwardPasses
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.sampled import destination, differentiate_to, sources
-from natgrad.capture.sums import RowBuffer, SampleCount, StatisticsBuffer
+from natgrad.capture.sums import RowBuffer, StatisticsBuffer
 from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
@@ -156,9 +156,6 @@ class Capture:
         """Return whether the statistics of a layer need gradients of sampled labels."""
         needs_gradients = name in self.rows.sample_counts or "gradients" in self.sums.sides
         return self._members[name][0].curvature.likelihood is not None and needs_gradients
-
-    def _sample_count(self, name: str) -> SampleCount:
-        return (self.rows if name in self.rows.sample_counts else self.sums).sample_counts[name]
 
     def sampled_pass(self, outputs: Tensor, score: Tensor) -> None:
         """Differentiate the loss of sampled labels, whose derivative by the model's `outputs` is `score`.
@@ -392,7 +389,8 @@ class Capture:
 
     def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:
         """Count rows of `samples` samples, at most those of the loss; a lookup (positions) has all of these."""
-        terms, count = self._terms.of(name), self._sample_count(name)
+        terms = self._terms.of(name)
+        count = (self.rows if name in self.rows.sample_counts else self.sums).sample_counts[name]
         most = terms.of_drawn.get(task, terms.of_loss.get(task, samples))
         tokens = self._reductions.of(name) == "tokens"
         beyond = samples > most or not tokens  # a count of samples says nothing about positions

@@ -46,7 +46,6 @@ class Reductions:
         Raises:
             ValueError: if it is neither a reduction nor a mapping from patterns to reductions.
         """
-        self.argument: Any = reduction
         self._is_default = reduction is DEFAULT_REDUCTION
         self.is_automatic = reduction == "auto"
         self.is_mapping = isinstance(reduction, Mapping)

@@ -37,7 +37,7 @@ class LabelSampler:
         draw = self._last[1] + 1 if self._last[0] == step else 0
         score = likelihood.score(
             outputs,
-            self._generator(step, draw, outputs.device),
+            torch.Generator(outputs.device).manual_seed(seed_of(self.seed, self._rank, step, draw)),
             summed=self._reduction == "sum",
             first_feature=outputs.ndim - 1 if self._reduction == "tokens" else 1,
         )
@@ -50,9 +50,6 @@ class LabelSampler:
             score = (last * kept).movedim(-1, likelihood.dim)
         self._last = (step, draw)
         return score
-
-    def _generator(self, step: int, draw: int, device: torch.device) -> torch.Generator:
-        return torch.Generator(device).manual_seed(seed_of(self.seed, self._rank, step, draw))
 
 
 def seed_of(*parts: int | str) -> int:

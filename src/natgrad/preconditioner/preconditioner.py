@@ -273,7 +273,9 @@ class Preconditioner:
         self._scheduler.rule.check(progress.step)
         damping = progress.damping = self._damping.value(progress.step)
         self._follow_model()
-        if not (self.call_order.check() and self._has_work()):
+        # Torch's checkpoint loaders step before any forward pass.
+        has_work = self._communicator.ranks > 1 or bool(self._capture.backwards) or progress.has_curvature
+        if not (self.call_order.check() and has_work):
             return
         self._communicator.call = f"step() {progress.step}"
         self._compare_settings(damping)
@@ -348,10 +350,6 @@ class Preconditioner:
             )
         self._scaling.check(differentiated=bool(capture.backwards))
         check_joined(self._model)
-
-    def _has_work(self) -> bool:
-        """Return whether any backward pass was seen. Torch's checkpoint loaders step before any forward pass."""
-        return self._communicator.ranks > 1 or bool(self._capture.backwards) or self._progress.has_curvature
 
     def _compare_settings(self, damping: float) -> None:
         """Compare the ranks in the first step, and after the layers have changed."""
@@ -644,18 +642,14 @@ class Preconditioner:
 
         The table also shows what has been preconditioned so far. Synchronizes with the device.
         """
-        return explain(self._structure, self._scaling.reductions, self._failures, self._inspection, self._note())
-
-    def _note(self) -> str:
-        """Describe the KL clip, the placement, the damping and the reduction."""
-        notes, damping = [self._clip.describe()], self._damping.damping
-        if self._communicator.ranks > 1:
-            notes.append(self._structure.plan.note)
-        if not callable(damping):
-            notes.append(describe_damping(damping, self._structure.groups))
-        if chosen := self._scaling.reductions.explain():
-            notes.append(chosen)
-        return "; ".join(notes)
+        structure, reductions, damping = self._structure, self._scaling.reductions, self._damping.damping
+        notes = [
+            self._clip.describe(),
+            structure.plan.note if self._communicator.ranks > 1 else "",
+            "" if callable(damping) else describe_damping(damping, structure.groups),
+            reductions.explain(),
+        ]
+        return explain(structure, reductions, self._failures, self._inspection, "; ".join(filter(None, notes)))
 
     @property
     def plan(self) -> Plan[str]:
