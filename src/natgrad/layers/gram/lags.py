@@ -24,21 +24,15 @@ from natgrad.layers.gram.windows import Window, pieces
 
 _T = TypeVar("_T")
 
-_WEIGHT_GRADIENTS = {2: gradients.conv2d_weight, 3: gradients.conv3d_weight}
+_WEIGHT_GRADIENTS = {1: gradients.conv1d_weight, 2: gradients.conv2d_weight, 3: gradients.conv3d_weight}
 _POSITIONS = 1 << 13
 """Positions summed in one convolution. Its float32 error grows with them: 5e-7 at this number, 2e-6 at 2^16."""
 
 
 def add_lag_gram_(out: Tensor, maps: Tensor, window: Window, groups: int, *, scale: float, piece: int) -> None:
-    """Add ``scale`` times the patch covariance of a stride-1 convolution to the lower triangles of ``out``.
+    """Add ``scale`` times the patch covariance of a stride-1 convolution to the lower triangles of ``out [n, i, i]``.
 
-    Args:
-        out: ``[n, i, i]``.
-        maps: ``[B, C, *spatial]``, not empty, of the dtype of ``out``.
-        window: The convolution; its strides are 1.
-        groups: Number of channel groups n.
-        scale: Factor of the covariance.
-        piece: Elements to copy at a time.
+    ``maps [B, C, *spatial]`` are not empty and have the dtype of ``out``. ``piece`` elements are copied at a time.
     """
     kernel, channels, ndim = window.kernel_size, maps.shape[1] // groups, len(window.kernel_size)
     if not ndim:
@@ -63,15 +57,10 @@ def add_lag_gram_(out: Tensor, maps: Tensor, window: Window, groups: int, *, sca
 
 
 def lag_sums(maps: Tensor, window: Window, groups: int) -> Tensor:
-    """Sum the products of all elements that are a lag apart.
-
-    Args:
-        maps: ``[B, C, *spatial]``.
-        window: The convolution; its kernel and dilation are used.
-        groups: Number of channel groups n; c = C/n.
+    """Sum the products of all elements of ``maps [B, C, *spatial]`` that are a lag apart.
 
     Returns:
-        ``[n, c, c', 2k - 1 for each dimension]``: Σ x_c[u] x_c'[u + dilation · λ], λ counted from 1 - k. Cost:
+        ``[n, c, c', 2k - 1 for each dimension]``, c = C/n: Σ x_c[u] x_c'[u + dilation · λ], λ counted from 1 - k. Cost:
         C c Π(2k - 1) k₀/(2k₀ - 1) multiply-adds an element of a map, k₀ the first dimension's kernel size.
     """
     first, *others = window.kernel_size
@@ -80,9 +69,6 @@ def lag_sums(maps: Tensor, window: Window, groups: int) -> Tensor:
     lags = [2 * size - 1 for size in others]
     half = maps.new_zeros(channels, per_group, first, *lags)  # lags from 0 on in the first dimension
     for part in maps.tensor_split(pieces(len(maps), maps[:, 0].numel(), _POSITIONS)):
-        if ndim == 1:
-            half += _line_lags(part, first, window.dilation[0], groups)
-            continue
         ahead = F.pad(part, [0, 0] * (ndim - 1) + [0, window.reach[0]])
         half += _WEIGHT_GRADIENTS[ndim](
             ahead, half.shape, part, padding=(0, *window.reach[1:]), dilation=window.dilation, groups=groups
@@ -150,24 +136,6 @@ def _spread_lags(out: Tensor, sums: Tensor, kernel: tuple[int, ...], *, piece: i
         target = blocks[:, start:stop, :, : stop * offsets]
         values = sums[:, start:stop].reshape(groups * (stop - start), -1).index_select(1, where).view(target.shape)
         target.add_(values)
-
-
-def _line_lags(maps: Tensor, kernel: int, dilation: int, groups: int) -> Tensor:
-    """Return ``[C, c, k]``: the lag sums from 0 on of maps ``[B, C, L]``.
-
-    All samples are joined to one row, with zeros between them. A lag is one product of the row with its shift.
-    """
-    batch, channels, length = maps.shape
-    reach, per_group = dilation * (kernel - 1), channels // groups
-    count = batch * (length + reach)
-    row = maps.new_zeros(channels, count + reach)
-    row[:, :count].view(channels, batch, -1)[..., :length].copy_(maps.transpose(0, 1))
-    row = row.view(groups, per_group, -1)
-    half = maps.new_empty(kernel, groups, per_group, per_group)
-    for start, out in zip(range(0, reach + 1, dilation), half, strict=True):
-        for group, product in zip(row, out, strict=True):
-            torch.mm(group[:, :count], group[:, start : start + count].t(), out=product)
-    return half.permute(1, 2, 3, 0).reshape(channels, per_group, kernel)
 
 
 def _without(values: tuple[_T, ...], index: int) -> tuple[_T, ...]:

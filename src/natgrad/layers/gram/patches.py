@@ -12,8 +12,6 @@ from natgrad.linalg.device import on_host
 
 _CPU_PIECE, _GPU_PIECE = 1 << 18, 1 << 24
 """Elements to copy at a time, to fit a core's cache or to fill a GPU."""
-_FEW = 64
-"""Up to this number of channels a full product per sample is faster than copying the maps for half a product."""
 
 
 def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
@@ -28,9 +26,6 @@ def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
     last = maps.movedim(1, -1)
     if groups == 1 and last.is_contiguous():  # channels-last maps are rows already
         add_row_gram_(out, last.reshape(1, -1, channels), scale=scale)
-        return
-    if channels <= _FEW and on_host(maps) and maps.is_contiguous() and maps.numel():
-        _add_products_(out, maps.to(out.dtype), scale=scale)
         return
     parts = maps.tensor_split(pieces(len(maps), maps.numel(), _piece(out)))
     columns = (part.view(len(part), groups, channels, *part.shape[2:]).movedim(0, 2).flatten(2) for part in parts)
@@ -65,12 +60,6 @@ def add_patch_gram_(out: Tensor, maps: Tensor, window: Window, *, bias: bool = F
         for columns in window.columns(maps.sum(0, keepdim=True), groups, piece):
             add_bias_row_(out, columns.transpose(1, 2), count, scale=scale)
             count = 0
-
-
-def _add_products_(out: Tensor, maps: Tensor, *, scale: float) -> None:
-    """Add the Gram matrix of few channels as full products, sample by sample."""
-    samples = maps.view(-1, *out.shape[1:2], maps[0, 0].numel())  # [B n, c, T]
-    out.add_(torch.bmm(samples, samples.mT).view(-1, *out.shape).sum(0), alpha=scale)
 
 
 def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
