@@ -185,13 +185,7 @@ def _check_names(spec: object, *names: str) -> None:
 def check_declarations(
     owner: object, statistics: Sequence[Statistic], tasks: Sequence[Task], state: Sequence[TensorSpec]
 ) -> None:
-    """Check that the declarations of a curvature are consistent.
-
-    Args:
-        owner: The curvature, for the error message.
-        statistics: Its statistics.
-        tasks: Its tasks.
-        state: Its state.
+    """Check that the declarations of a curvature, the `owner` in error messages, are consistent.
 
     Raises:
         ValueError: if two tensors or two tasks have the same name, a name is reserved, or a declaration names a tensor

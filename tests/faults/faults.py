@@ -341,7 +341,7 @@ _add(
     "woodbury_damping",
     "The Woodbury identity's result is not divided by the damping α.",
     "rows/test_kernel.py::test_with_all_rows_the_kernel_gives_the_dense_natural_gradient",
-    ("curvature.kernel:precondition", ".add_(V).div_(_last(damping, 2))", ".add_(V)"),
+    ("curvature.kernel:precondition", ".add_(V).div_(damping)", ".add_(V)"),
 )
 _add(
     "double_damping",

@@ -270,11 +270,6 @@ def check_estimate(
 ) -> tuple[float, Likelihood | None]:
     """Check the arguments common to all curvatures, and return `factor_decay` and the likelihood.
 
-    Args:
-        fisher: "empirical" or "sampled".
-        factor_decay: The weight of the old value in running averages.
-        likelihood: The distribution that labels are sampled from.
-
     Raises:
         ValueError: if one of them is not allowed.
     """

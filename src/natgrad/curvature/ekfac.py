@@ -144,16 +144,8 @@ def add_moments_(
 
     With one position per sample that is ((g Q_G)∘²)ᵀ (a Q_A)∘². With T positions each sample's gradient is formed
     before it is squared, and each side is rotated either before that (T d² multiply-adds) or after it (r d², with r the
-    size of the other side), whichever is cheaper.
-
-    Args:
-        S: ``[n, o, i]``, one element per eigenvalue.
-        inputs: The rows a.
-        gradients: The rows g of the same samples.
-        A: How the factor of the inputs is stored.
-        G: How the factor of the outputs is stored.
-        computed: Their eigenvectors.
-        scale: The factor of the sum.
+    size of the other side), whichever is cheaper. S ``[n, o, i]`` has one element per eigenvalue; `computed` holds the
+    eigenvectors of the sides A and G.
     """
     T = inputs.positions
     o, i = S.shape[1:]

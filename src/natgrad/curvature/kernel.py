@@ -20,13 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from natgrad.linalg.device import known_all
-
 _BATCH = 2**24
 """About how many elements of kernels are decomposed in one batch."""
-
-_SQUARES = (1e-15, 1e15)
-"""Norms in this range are computed in float32, four times as fast on a CPU as in float64."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +63,12 @@ def multiply_transposed(A: Tensor, G: Tensor, c: Tensor) -> Tensor:
 def precondition(
     A: Tensor, G: Tensor, M: Tensor, V: Tensor, *, samples: float | Tensor, damping: float | Tensor
 ) -> Tensor:
-    """Return ``(1/α) [V - (1/S) Uᵀ M U V]`` (Mu 2022, eq. 7 and 8, corrected).
+    """Return ``(1/α) [V - (1/S) Uᵀ M U V]`` (Mu 2022, eq. 7 and 8, corrected) with the result M of `inverted`.
 
-    Args:
-        A: Rows of inputs ``[N, r, i]``.
-        G: Rows of output gradients ``[N, r, o]``.
-        M: The result of `inverted` for these rows ``[N, r, r]``.
-        V: The gradient ``[N, o, i]``.
-        samples: S, a number or ``[N]``.
-        damping: The α of M, a number or ``[N]``.
-
-    Returns:
-        ``[N, o, i]``. Cost: N (2 r o i + r²) multiply-adds.
+    S and its α are numbers or ``[N, 1, 1]``. Cost: N (2 r o i + r²) multiply-adds.
     """
     c = (M @ multiply(A, G, V)[..., None])[..., 0]
-    return multiply_transposed(A, G, c).div_(-_last(samples, 2)).add_(V).div_(_last(damping, 2))
+    return multiply_transposed(A, G, c).div_(-samples).add_(V).div_(damping)
 
 
 def inverted(
@@ -97,7 +83,7 @@ def inverted(
         A: The selected input rows of all ranks ``[N, r, i]``.
         G: The selected gradient rows ``[N, r, o]``.
         Y: The diagonal blocks of Y ``[N, P, r/P, r/P]``, one per rank; None: ``I/α``.
-        samples: S, a number or ``[N]``.
+        samples: S.
         damping: α.
 
     Returns:
@@ -108,14 +94,14 @@ def inverted(
         for index in (~fine).nonzero().flatten().tolist():
             block = slice(index, index + 1)
             wide = (A[block].double(), G[block].double(), None if Y is None else Y[block].double())
-            retried, success = _inverted(*wide, _part(samples, block), damping)
+            retried, success = _inverted(*wide, samples, damping)
             M[block] = torch.where(success[:, None, None], retried, 0).to(M.dtype)
             fine[block] = success
     return M, fine
 
 
 def _inverted(A: Tensor, G: Tensor, Y: Tensor | None, samples: float | Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    K = gram(A, G).div_(_last(samples, 2))
+    K = gram(A, G).div_(samples)
     if Y is None:
         K.diagonal(dim1=-2, dim2=-1).add_(damping)
         C, fine = _cholesky(K)
@@ -152,35 +138,25 @@ def every(A: Tensor, G: Tensor, count: int) -> Selection:
     return Selection(A, G, None, fine)
 
 
-def interpolate(A: Tensor, G: Tensor, count: int, *, samples: float | Tensor, damping: float) -> Selection:
+def interpolate(A: Tensor, G: Tensor, count: int, *, samples: float, damping: float) -> Selection:
     """Select rows by an interpolative decomposition of the kernel, and account for its residual in Y (KID, Mu 2022).
 
     ``Q = U Uᵀ / S ≈ P Q(S,:)`` by pivoted Cholesky, with ``P(S,:) = I`` and the residual ``R = Q - P Q(S,:)``, which is
     symmetric and positive semi-definite; ``Y = Pᵀ (R + αI)⁻¹ P``. Zero rows have no effect. Blocks that fail are
-    computed again in float64.
-
-    Args:
-        A: The input rows of this rank ``[N, m, i]``.
-        G: The gradient rows of this rank ``[N, m, o]``.
-        count: r, the number of rows to select.
-        samples: S, a number or ``[N]``.
-        damping: α.
-
-    Returns:
-        The rows and Y. Cost: N (m² (i + o + r) + m³/3) multiply-adds, in 3 m² elements of memory per block; blocks are
-        processed in chunks.
+    computed again in float64. `count` is r, the number of rows to select. Cost: N (m² (i + o + r) + m³/3)
+    multiply-adds, in 3 m² elements of memory per block; blocks are processed in chunks.
     """
     A, G = _at_least_one(A, G)
     rows = A.shape[1]
     step = max(1, _BATCH // max(1, rows * rows))
     found = []
     for start in range(0, len(A), step):
-        part = slice(start, min(start + step, len(A)))
-        found.append(_interpolate(A[part], G[part], count, _part(samples, part), damping))
+        part = slice(start, start + step)
+        found.append(_interpolate(A[part], G[part], count, samples, damping))
     pivots, live, Y, fine = (torch.cat(parts) for parts in zip(*found, strict=True))
     for index in (~fine).nonzero().flatten().tolist() if A.dtype != torch.float64 else ():
         block = slice(index, index + 1)
-        wide = _interpolate(A[block].double(), G[block].double(), count, _part(samples, block), damping)
+        wide = _interpolate(A[block].double(), G[block].double(), count, samples, damping)
         for result, retried in zip((pivots, live, Y, fine), wide, strict=True):
             result[block] = retried.to(result.dtype)
     live = live & fine[:, None]
@@ -188,10 +164,10 @@ def interpolate(A: Tensor, G: Tensor, count: int, *, samples: float | Tensor, da
 
 
 def _interpolate(
-    A: Tensor, G: Tensor, count: int, samples: float | Tensor, damping: float
+    A: Tensor, G: Tensor, count: int, samples: float, damping: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the pivots ``[N, r]``, a mask of those that are rows, Y, and whether each block succeeded ``[N]``."""
-    Q = gram(A, G).div_(_last(samples, 2))
+    Q = gram(A, G).div_(samples)
     L, pivots, live = pivoted_cholesky(Q, count)
     selected = torch.where(live[..., None], L.gather(1, pivots[..., None].expand(-1, -1, count)), 0)  # L(S,:)
     selected.diagonal(dim1=-2, dim2=-1).masked_fill_(~live, 1)
@@ -208,15 +184,11 @@ def _interpolate(
 def pivoted_cholesky(Q: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Factorise ``Q ≈ L Lᵀ``, taking the largest remaining diagonal entry first.
 
-    It stops when that entry is at most 1e-12 (float64) or m ε (float32) times the largest of Q.
-
-    Args:
-        Q: ``[N, m, m]``, symmetric and positive semi-definite.
-        count: r, the number of pivots.
+    It stops when that entry is at most 1e-12 (float64) or m ε (float32) times the largest of ``Q [N, m, m]``.
 
     Returns:
-        L ``[N, m, r]``, the pivots ``[N, r]``, and which of them are valid ``[N, r]`` (bool): the other columns of L
-        are zero. Cost: N m r² / 2 multiply-adds.
+        L ``[N, m, r]`` for `count` r, the pivots ``[N, r]``, and which of them are valid ``[N, r]`` (bool): the other
+        columns of L are zero. Cost: N m r² / 2 multiply-adds.
     """
     N, rows = Q.shape[:2]
     remaining = Q.diagonal(dim1=-2, dim2=-1).clone()
@@ -242,24 +214,20 @@ def pivoted_cholesky(Q: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def scores(A: Tensor, G: Tensor) -> Tensor:
     """Return ``‖a_j‖ ‖g_j‖``, the norms of the rows of U ``[N, m]``, in float64."""
-    return _norms(A) * _norms(G)
+    norm_A, norm_G = (torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64) for rows in (A, G))
+    product: Tensor = norm_A * norm_G
+    return product
 
 
 def inclusion(scores: Tensor, count: int) -> Tensor:
     """Return probabilities proportional to `scores`, capped at 1, that sum to `count` (or to the number of scores > 0).
 
-    Args:
-        scores: ``[N, m]``, in descending order.
-        count: r.
-
-    Returns:
-        π ``[N, m]``.
+    `scores` ``[N, m]`` are in descending order.
     """
     positive = scores > 0
     rest = scores.flip(-1).cumsum(-1).flip(-1)  # sums of a row and all that follow
-    capped = torch.arange(
-        scores.shape[-1], device=scores.device
-    )  # the number of capped rows, if this row is the first that is not
+    # The number of capped rows, if this row is the first that is not.
+    capped = torch.arange(scores.shape[-1], device=scores.device)
     share = (count - capped).clamp(min=0) / torch.where(positive, rest, 1)
     # All rows after the first that need no cap have lower scores.
     free = positive & (share * scores <= 1) & (positive.sum(-1, keepdim=True) > count)
@@ -272,16 +240,8 @@ def sample(A: Tensor, G: Tensor, count: int, *, starts: Tensor) -> Selection:
     """Draw rows with probabilities proportional to their norms, without replacement (KIS, Mu 2022).
 
     Sampling is systematic. A drawn row of G is divided by the root of its probability, so that ``UᵀU`` is unbiased
-    (the paper does not do this). Zero rows are never drawn.
-
-    Args:
-        A: The input rows of this rank ``[N, m, i]``.
-        G: The gradient rows of this rank ``[N, m, o]``.
-        count: r, the number of rows to draw.
-        starts: One uniformly random number in [0, 1) for each block ``[N]`` (float64).
-
-    Returns:
-        The rows. Cost: N m (i + o) multiply-adds and sorting.
+    (the paper does not do this). Zero rows are never drawn. `count` is r, the number of rows to draw; `starts` are
+    uniformly random numbers in [0, 1) ``[N]`` (float64).
     """
     A, G = _at_least_one(A, G)
     found, order = scores(A, G).sort(-1, descending=True)
@@ -295,15 +255,6 @@ def sample(A: Tensor, G: Tensor, count: int, *, starts: Tensor) -> Selection:
     weight = probability.gather(-1, place).rsqrt().masked_fill(~live, 0).to(G.dtype)
     rows = order.gather(-1, place)
     return Selection(pick(A, rows, live), pick(G, rows, live) * weight[..., None], None, fine)
-
-
-def _norms(rows: Tensor) -> Tensor:
-    """Return the norms of rows ``[N, m]`` in float64; each block is independent of the others."""
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1).double()
-    fits = ((norms > _SQUARES[0]) & (norms < _SQUARES[1])).all(-1)
-    if known_all(fits):
-        return norms
-    return torch.where(fits[:, None], norms, torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64))
 
 
 def pick(rows: Tensor, indices: Tensor, live: Tensor) -> Tensor:
@@ -326,12 +277,3 @@ def _cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
     fine = (info == 0) & diagonal.isfinite().all(-1)
     diagonal.masked_fill_(~fine[..., None], 1)
     return factor, fine
-
-
-def _last(value: float | Tensor, dims: int) -> float | Tensor:
-    """Return a number, or ``[N]`` with `dims` dimensions appended."""
-    return value if not isinstance(value, Tensor) or not value.ndim else value.view(-1, *[1] * dims)
-
-
-def _part(value: float | Tensor, blocks: slice) -> float | Tensor:
-    return value if not isinstance(value, Tensor) or not value.ndim else value[blocks]

@@ -267,12 +267,7 @@ class TableKFAC(Curvature):
     takes_narrow = True
 
     def __init__(self, factors: KFAC, *, heads: bool) -> None:
-        """Wrap a K-FAC.
-
-        Args:
-            factors: The K-FAC of R ⊗ C; its side A is that of the features and G that of the entries.
-            heads: Whether linear layers are tied with the embedding.
-        """
+        """Wrap the K-FAC of R ⊗ C: its side A is that of the features, G that of the entries."""
         self._factors, self._heads = factors, heads
         self.likelihood, self.sum_positions = factors.likelihood, factors.sum_positions
         self.factor_decay = factors.factor_decay
@@ -342,11 +337,7 @@ class TableKFAC(Curvature):
         return self._factors.trace(self.merged(averages), d_out)
 
     def merged(self, averages: Tensors) -> dict[str, Tensor]:
-        """Return the factors R and C of the one Kronecker product, as G and A of K-FAC.
-
-        Args:
-            averages: The statistics ``[N, *shape]``.
-        """
+        """Return the factors R and C of the one Kronecker product, as G and A of K-FAC."""
         entries, features = self._factors.G, self._factors.A
         D, E = averages["D"], averages["E"]
         trace_D, trace_E = D.sum(-1), features.trace(E)

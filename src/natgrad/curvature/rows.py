@@ -92,7 +92,7 @@ class _RowCurvature(Curvature):
     ) -> Tensor:
         """Precondition with the damping of the last refresh."""
         A, G, M = (computed[name].to(gradient.dtype) for name in ("A", "G", "M"))
-        samples, alpha = computed["samples"].to(gradient.dtype), computed["damping"].to(gradient.dtype)
+        samples, alpha = (computed[name].to(gradient.dtype)[:, None, None] for name in ("samples", "damping"))
         return kernel.precondition(A, G, M, gradient, samples=samples, damping=alpha)
 
 

@@ -82,12 +82,10 @@ class Spectral(Curvature):
             ValueError: if an argument is not allowed.
         """
         require(is_number(power) and 0 <= power <= 1, "power", power, "a number in [0, 1]")
-        if steps is not None:
-            check_whole("steps", steps, 0, 6)
+        check_whole("steps", steps, 0, 6, optional=True)
         require(is_number(momentum) and 0 <= momentum < 1, "momentum", momentum, "a number in [0, 1)")
         self.power, self.steps, self.momentum, self.fisher = float(power), steps, float(momentum), fisher
-        if max_factor_size is not None:
-            check_whole("max_factor_size", max_factor_size, 1)
+        check_whole("max_factor_size", max_factor_size, 1, optional=True)
         check_whole("groups", groups, 1)
         require(dtype in (None, torch.bfloat16), "dtype", dtype, "None or torch.bfloat16")
         require(dtype is None or steps is not None, "dtype", dtype, "None for an exact polar factor (steps=None)")

@@ -15,9 +15,6 @@ from natgrad.errors import require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
-_CHUNK = 2**16
-"""About how many elements are squared at once, to fit a cache."""
-
 
 class UnitWise(Curvature):
     """The Fisher of norm layers, ``F = (1/B) Σ_n u uᵀ`` over samples n.
@@ -90,13 +87,10 @@ class UnitWise(Curvature):
         if self.form == "full":
             gradients.add_gram_(total, scale=scale * scale)
             return
-        outputs = total.shape[1]
-        for rows in gradients.dense().flatten(1, 2).split(max(1, _CHUNK // outputs), 1):
-            u = rows.to(total.dtype).unflatten(-1, (-1, outputs))  # [n, ·, i, C]
-            squares = u.square().sum(1).mT
-            total[..., : u.shape[2]].add_(squares, alpha=scale * scale)
-            if total.shape[2] > u.shape[2]:
-                total[..., -1].add_((u[:, :, 0] * u[:, :, 1]).sum(1), alpha=scale * scale)
+        u = gradients.dense().flatten(1, 2).to(total.dtype).unflatten(-1, (-1, total.shape[1]))  # [n, B T, i, C]
+        total[..., : u.shape[2]].add_(u.square().sum(1).mT, alpha=scale * scale)
+        if total.shape[2] > u.shape[2]:
+            total[..., -1].add_((u[:, :, 0] * u[:, :, 1]).sum(1), alpha=scale * scale)
 
     @override
     def compute(

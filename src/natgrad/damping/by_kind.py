@@ -65,14 +65,9 @@ Damping: TypeAlias = Schedule | ByKind
 
 
 def default_damping(curvature: Curvature | Mapping[str, Curvature | None]) -> float | ByKind:
-    """Return the damping for ``damping=None``.
+    """Return the damping for ``damping=None``: `Curvature.default_damping`.
 
-    Args:
-        curvature: One curvature, or a mapping from fnmatch patterns of module names to curvatures.
-
-    Returns:
-        `Curvature.default_damping`. If those of a mapping differ, a `ByKind` with factors by the same patterns, so that
-        each layer has the default of its curvature.
+    If those of a mapping differ, a `ByKind` with factors by the same patterns gives each layer that of its curvature.
 
     Raises:
         ValueError: if a curvature's default is not a number above 0.

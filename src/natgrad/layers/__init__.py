@@ -89,13 +89,7 @@ def register_layer(module_type: type[nn.Module], layer: type[Layer]) -> None:
 
 
 def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) -> Sequence[Layer] | str:
-    """Return the layers of `module`, or the reason why it has none.
-
-    Args:
-        name: Its qualified name.
-        module: The module.
-        parent: The module that holds it.
-    """
+    """Return the layers of `module`, whose qualified name is `name`, or the reason why it has none."""
     base = _base(module)
     if isinstance(module, nn.RNNBase) and base not in _REGISTERED:
         return f"the fused kernel of nn.{module.mode.partition('_')[0]} hides its gates: use cells, such as nn.LSTMCell"

@@ -122,10 +122,7 @@ class _ObserverHandle:
 def unknown_forward(module: nn.Module, base: type[nn.Module], used: Mapping[Any, Sequence[str]]) -> str:
     """Return why an `ObservedForward` for `base` cannot replace the forward of `module`; empty if it can.
 
-    Args:
-        module: The module.
-        base: The class whose forward is known.
-        used: The functions that will be `rebound`, and the global names that they must look up.
+    `used` holds the functions that will be `rebound`, and the global names that they must look up.
     """
     forward, name = module.__dict__.get("forward"), type(module).__name__
     if type(module).forward is not base.forward:

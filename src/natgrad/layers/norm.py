@@ -160,12 +160,7 @@ NORMS = tuple(_LAYERS)
 
 
 def norm_layers(name: str, module: nn.Module) -> Sequence[Layer] | str:
-    """Return the layer of a norm module, or the reason why there is none.
-
-    Args:
-        name: Its qualified name.
-        module: An instance of one of `NORMS`.
-    """
+    """Return the layer of a norm module, or the reason why there is none."""
     layer = next(layer for base, layer in _LAYERS.items() if isinstance(module, base))
     if isinstance(layer, str):
         return layer

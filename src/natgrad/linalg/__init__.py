@@ -23,10 +23,9 @@ def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype 
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Decompose symmetric positive semi-definite matrices, in float64 where their own dtype fails.
+    """Decompose symmetric positive semi-definite ``matrices [N, d, d]``, in float64 where their own dtype fails.
 
-    Args:
-        matrices: ``[N, d, d]``; only the lower triangles are read.
+    Only the lower triangles are read.
 
     Returns:
         Eigenvalues ``[N, d]``, ascending and clamped at 0, eigenvectors ``[N, d, d]`` in columns, and whether each
@@ -55,11 +54,8 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def damped_inverse(matrices: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """Invert ``matrices + damping I`` by Cholesky, in float64 where their own dtype fails.
 
-    For matrices that are indefinite by rounding, such as factors in bfloat16, negative eigenvalues count as zero.
-
-    Args:
-        matrices: ``[N, d, d]`` symmetric positive semi-definite; only the lower triangles are read.
-        damping: ``[N]``.
+    For matrices that are indefinite by rounding, such as factors in bfloat16, negative eigenvalues count as zero. Only
+    the lower triangles of ``matrices [N, d, d]`` are read; `damping` is ``[N]``.
 
     Returns:
         The inverses ``[N, d, d]`` and whether each succeeded ``[N]`` (bool). Failed blocks hold zeros. Cost: N d³
@@ -113,15 +109,7 @@ def symmetric(matrices: Tensor) -> Tensor:
 
 
 def trace_balance(mean_a: Tensor, mean_g: Tensor) -> Tensor:
-    """Return π = sqrt((tr A / d_A) / (tr G / d_G)), 1 where either trace is 0 (Martens & Grosse 2015, section 6.3).
-
-    Args:
-        mean_a: tr A / d_A ``[N]``.
-        mean_g: tr G / d_G ``[N]``.
-
-    Returns:
-        ``[N]``.
-    """
+    """Return π = sqrt((tr A / d_A) / (tr G / d_G)), 1 where either trace is 0 (Martens & Grosse 2015, section 6.3)."""
     balanced = (mean_a > 0) & (mean_g > 0)
     return torch.where(balanced, mean_a / torch.where(balanced, mean_g, 1), 1).sqrt()
 
@@ -130,15 +118,7 @@ def solve_pairs(W: Tensor, F: Tensor, damping: float) -> Tensor:
     """Solve ``[[f11 + γ, f12], [f12, f22 + γ]] v = w`` for each output (Osawa 2020, SP-NGD).
 
     The closed form ``1/D [[f22 + γ, -f12], [-f12, f11 + γ]]`` is computed from the Schur complement of f11 + γ.
-    f11 f22 - f12² is clamped at 0, because rounding could make D negative.
-
-    Args:
-        W: ``[N, o, 2]``.
-        F: f11, f22 and f12 ``[N, o, 3]``.
-        damping: γ.
-
-    Returns:
-        ``[N, o, 2]``.
+    f11 f22 - f12² is clamped at 0, because rounding could make D negative. F holds f11, f22 and f12 ``[N, o, 3]``.
     """
     (w1, w2), (f11, f22, f12) = W.unbind(-1), F.unbind(-1)
     pivot = f11 + damping
@@ -149,17 +129,7 @@ def solve_pairs(W: Tensor, F: Tensor, damping: float) -> Tensor:
 
 
 def solve_rank_one(W: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """Return ``(ggᵀ ⊗ aaᵀ + γI)⁻¹ W`` = [W - g (gᵀ W a) aᵀ / (‖g‖² ‖a‖² + γ)] / γ (Zhang 2023).
-
-    Args:
-        W: ``[N, o, i]``.
-        a: ``[N, i]``.
-        g: ``[N, o]``.
-        damping: γ.
-
-    Returns:
-        ``[N, o, i]``. Cost: 2 N o i multiply-adds.
-    """
+    """Return ``(ggᵀ ⊗ aaᵀ + γI)⁻¹ W`` = [W - g (gᵀ W a) aᵀ / (‖g‖² ‖a‖² + γ)] / γ (Zhang 2023)."""
     a, g = a[:, :, None], g[:, :, None]
     share = (g.mT @ (W @ a)) / (g.square().sum(1, keepdim=True) * a.square().sum(1, keepdim=True) + damping)
     return torch.baddbmm(W, g * share, a.mT, alpha=-1).div_(damping)

@@ -30,10 +30,7 @@ _thread = local()  # a handle must not be used by two threads
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Decompose matrices on a GPU.
-
-    Args:
-        matrices: Symmetric ``[N, d, d]`` of float32 or float64; only the lower triangles are read.
+    """Decompose symmetric ``matrices [N, d, d]`` on a GPU. Only the lower triangles are read.
 
     Returns:
         Eigenvalues ``[N, d]``, ascending, and eigenvectors ``[N, d, d]`` in columns; NaN where it did not converge.

@@ -57,14 +57,9 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def power_of_two(groups: torch.Tensor, top: int) -> torch.Tensor:
-    """Return for each row the power of two that, as a divisor, brings its largest finite magnitude below 2^top.
+    """Return for each row ``[..., m]`` the power of two by which its largest finite magnitude comes below 2^top.
 
-    Args:
-        groups: ``[..., m]``; a row without nonzero finite numbers gives 1.
-        top: The exponent.
-
-    Returns:
-        ``[...]``, within 2^±100.
+    It is within 2^±100, and 1 for a row without nonzero finite numbers.
     """
     groups = groups.to(at_least_float32(groups.dtype))
     largest = groups.abs().nan_to_num_(0, 0, 0).amax(-1).clamp_(2.0 ** (top - 100), 2.0 ** (top + 100))

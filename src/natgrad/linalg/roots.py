@@ -16,15 +16,9 @@ LONG = 1.5
 
 
 def inverse_root(matrices: Tensor, damping: float, power: float) -> tuple[Tensor, Tensor]:
-    """Return ``(X / m + δ I)^-p`` with the mean eigenvalue m = tr X / d. A matrix of zeros counts as X / m = 0.
+    """Return ``(X / m + δ I)^-p`` with the mean eigenvalue m = tr X / d, and whether each succeeded ``[N]`` (bool).
 
-    Args:
-        matrices: X ``[N, d, d]``, symmetric positive semi-definite; only the lower triangles are read.
-        damping: δ.
-        power: p.
-
-    Returns:
-        ``[N, d, d]``, symmetric, and whether each succeeded ``[N]`` (bool). Cost: about 10 N d³ multiply-adds.
+    Only the lower triangles of X are read. A matrix of zeros counts as X / m = 0.
     """
     values, vectors, succeeded = eigh(matrices)
     mean = values.mean(-1, keepdim=True)
@@ -34,14 +28,7 @@ def inverse_root(matrices: Tensor, damping: float, power: float) -> tuple[Tensor
 
 
 def polar(matrices: Tensor) -> Tensor:
-    """Return the polar factors U Vᵀ of matrices U Σ Vᵀ, by singular value decompositions.
-
-    Args:
-        matrices: ``[N, o, i]``. Singular values below sqrt(ε) of the largest are noise and count as zero.
-
-    Returns:
-        ``[N, o, i]``. Matrices of zeros stay zero.
-    """
+    """Return the polar factors U Vᵀ of matrices U Σ Vᵀ. Singular values below sqrt(ε) of the largest count as zero."""
     U, values, Vh = torch.linalg.svd(matrices, full_matrices=False)
     least = values[:, :1] * torch.finfo(values.dtype).eps ** 0.5
     return product(U * (values > least)[:, None, :], Vh)
@@ -52,15 +39,8 @@ def inverse_square_root(squares: Tensor, steps: int) -> Tensor:
 
     The Newton-Schulz iteration of Muon, ``X ← (a I + b X Xᵀ + c (X Xᵀ)²) X``, multiplies X by a polynomial of S alone.
     This is the product of these polynomials. Singular values of X end between 0.7 and 1.2 of their mean, which is as
-    good for training as 1 (Jordan 2024, Muon).
-
-    Args:
-        squares: S ``[N, d, d]``, symmetric positive semi-definite, in at least float32.
-        steps: The number of Newton-Schulz steps, at least 1.
-
-    Returns:
-        P ``[N, d, d]``, times ``sqrt(tr S)``. Zeros give a multiple of the identity. Cost: N d³ (4 steps - 3)
-        multiply-adds.
+    good for training as 1 (Jordan 2024, Muon). S is in at least float32; zeros give a multiple of the identity. Cost:
+    N d³ (4 steps - 3) multiply-adds.
     """
     a, b, c = _COEFFICIENTS
     trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
@@ -80,15 +60,9 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """Return approximate polar factors, up to a factor, by the Newton-Schulz iteration of Muon.
 
     Long matrices are multiplied by `inverse_square_root`, which takes fewer products. In narrower dtypes than float32
-    that form would diverge, because the small eigenvalues of a rounded ``X Xᵀ`` may be negative, and grow.
-
-    Args:
-        matrices: X ``[N, o, i]``.
-        steps: The number of steps, at least 1.
-
-    Returns:
-        ``[N, o, i]``. Matrices of zeros stay zero. Cost, with d the smaller of o and i: N steps (2 o i + d²) d
-        multiply-adds, or N (2 o i + d² (4 steps - 3)) d for long matrices.
+    that form would diverge, because the small eigenvalues of a rounded ``X Xᵀ`` may be negative, and grow. Matrices of
+    zeros stay zero. Cost, with d the smaller of o and i: N steps (2 o i + d²) d multiply-adds, or
+    N (2 o i + d² (4 steps - 3)) d for long matrices.
     """
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]

@@ -313,9 +313,6 @@ def register_refresh(name: str, make: Callable[[], RefreshRule]) -> None:
 def resolve_refresh(refresh: object) -> RefreshRule:
     """Return the rule for the argument `refresh` of `natgrad.Preconditioner`.
 
-    Args:
-        refresh: A rule, a registered name, or the number of steps between two decompositions.
-
     Raises:
         ValueError: if `refresh` is none of these, or attributes of the rule are not allowed.
     """

@@ -15,12 +15,9 @@ _CPU_PIECE, _GPU_PIECE = 1 << 18, 1 << 24
 
 
 def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
-    """Add ``scale`` Σ_b Σ_t g gᵀ to ``out``, g being the n c channels of ``maps`` at one position, in n groups.
+    """Add ``scale`` Σ_b Σ_t g gᵀ to ``out [n, c, c]``, g being the channels of ``maps [B, n c, *spatial]``.
 
-    Args:
-        out: ``[n, c, c]``. Its lower triangles are written; the elements above are undefined.
-        maps: ``[B, n c, *spatial]``, of any strides and floating dtype; cast to that of ``out``.
-        scale: Factor of the product.
+    Maps of any strides and floating dtype are cast to the dtype of ``out``.
     """
     groups, channels, _ = out.shape
     last = maps.movedim(1, -1)
@@ -33,16 +30,10 @@ def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
 
 
 def add_patch_gram_(out: Tensor, maps: Tensor, window: Window, *, bias: bool = False, scale: float = 1.0) -> None:
-    """Add ``scale`` Σ_b Σ_t a aᵀ to ``out``, a being the patches of a convolution.
+    """Add ``scale`` Σ_b Σ_t a aᵀ to ``out [n, i, i]``, a being the patches of ``maps [B, C, *spatial]``.
 
-    Args:
-        out: ``[n, i, i]`` for n groups of channels, with i = C/n · Π kernel_size, one more when ``bias``. Its lower
-            triangles are written; the elements above are undefined.
-        maps: ``[B, C, *spatial]`` with 1, 2 or 3 spatial dimensions, of any strides and floating dtype; cast to that of
-            ``out``.
-        window: The convolution.
-        bias: Whether patches end in a 1.
-        scale: Factor of the covariance.
+    i is C/n · Π kernel_size, and one more when ``bias``: patches then end in a 1. Maps of any strides and floating
+    dtype are cast to the dtype of ``out``.
     """
     maps, groups, piece = maps.to(out.dtype), len(out), _piece(out)
     square = out[:, :-1, :-1] if bias else out

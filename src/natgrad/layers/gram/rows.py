@@ -17,8 +17,7 @@ def add_row_gram_(out: Tensor, rows: Tensor, *, scale: float = 1.0, bias: bool =
     and 0.65 of the time of the full product at d = 256, 576 and 1024.
 
     Args:
-        out: ``[d, d]`` or stacked ``[N, d, d]``, with one more row and column when ``bias``. Its lower triangle is
-            written; the elements above are undefined.
+        out: ``[d, d]`` or stacked ``[N, d, d]``, with one more row and column when ``bias``.
         rows: ``[m, d]`` or stacked ``[N, m, d]``, of any strides and floating dtype; cast to that of ``out``.
         scale: Factor of the product.
         bias: Whether the rows end in a 1.

@@ -30,12 +30,7 @@ class Window:
         )
 
     def columns(self, maps: Tensor, groups: int, piece: int) -> Iterator[Tensor]:
-        """Yield the patches of ``maps`` as columns, piece by piece.
-
-        Args:
-            maps: ``[B, C, *spatial]``.
-            groups: Number of channel groups n.
-            piece: Elements to copy at a time, at least one line of output positions.
+        """Yield the patches of ``maps [B, C, *spatial]``, copying about `piece` elements at a time.
 
         Yields:
             ``[n, i, m]``: m patches of i = C/n · Π kernel_size elements, ordered as ``weight.flatten(1)``.
