@@ -337,19 +337,10 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
 
 
 def damped(s: Tensor, y: Tensor, Hy: Tensor, mu: float) -> tuple[Tensor, Tensor]:
-    """Return s and y after double damping (Goldfarb 2020, algorithm 2).
+    """Return s and y ``[N, d]`` after double damping, with sᵀy > 0 unless s is zero (Goldfarb 2020, algorithm 2).
 
-    First ``s ← θ s + (1 - θ) Hy`` where sᵀy < μ1 yᵀHy, with the θ that makes both equal; then likewise
-    ``y ← θ y + (1 - θ) s`` where sᵀy < μ2 sᵀs.
-
-    Args:
-        s: ``[N, d]``.
-        y: ``[N, d]``.
-        Hy: ``[N, d]``.
-        mu: μ2, in (0, 1).
-
-    Returns:
-        s and y, with sᵀy > 0 unless s is zero. Cost: O(N d).
+    First ``s ← θ s + (1 - θ) Hy`` where sᵀy < μ1 yᵀHy, with the θ that makes both equal; then likewise ``y ← θ y + (1 -
+    θ) s`` where sᵀy < μ2 sᵀs; `mu` is μ2.
     """
     sy, yHy = inner(s, y), inner(y, Hy)
     theta = _share(sy, yHy, _MU)[:, None]
@@ -368,13 +359,7 @@ def _share(found: Tensor, whole: Tensor, mu: float) -> Tensor:
 def bfgs(H: Tensor, s: Tensor, y: Tensor) -> Tensor:
     """Return ``H + (ρ² yᵀHy + ρ) ssᵀ - ρ (s yᵀH + H y sᵀ)`` with ρ = 1 / sᵀy; H itself where sᵀy is not above 0.
 
-    Args:
-        H: ``[N, d, d]``, symmetric and positive definite.
-        s: ``[N, d]``.
-        y: ``[N, d]``.
-
-    Returns:
-        ``[N, d, d]``, exactly symmetric. Cost: 3 N d² multiply-adds.
+    H ``[N, d, d]`` is symmetric and positive definite, the result exactly symmetric. Cost: 3 N d² multiply-adds.
     """
     sy, Hy = inner(s, y), multiply(H, y)
     curved = sy > 0

@@ -46,11 +46,7 @@ class TensorSpec:
     nonnegative: bool = False
 
     def __post_init__(self) -> None:
-        """Check the shape.
-
-        Raises:
-            ValueError: if it is not allowed.
-        """
+        """Raise a ``ValueError`` if a value is not allowed."""
         require(isinstance(self.name, str) and self.name, "name", self.name, "a name: a string that is not empty")
         whole = isinstance(self.shape, tuple) and all(type(size) is int and size >= 0 for size in self.shape)
         require(whole, "shape", self.shape, "a tuple of whole numbers >= 0")
@@ -112,11 +108,7 @@ class Statistic(TensorSpec):
     used_by_precondition: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: if a value is not allowed.
-        """
+        """Raise a ``ValueError`` if a value is not allowed."""
         super().__post_init__()
         _check_flags(self, "counts_positions", "used_by_precondition")
         _check_names(self, "needs_computed")
@@ -155,11 +147,7 @@ class Task:
     restarts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: if a value is not allowed.
-        """
+        """Raise a ``ValueError`` if a value is not allowed."""
         require(isinstance(self.name, str) and self.name, "name", self.name, "a name: a string that is not empty")
         _check_names(self, "reads", "diagonal_of", "restarts")
         fits = isinstance(self.writes, tuple) and all(isinstance(spec, TensorSpec) for spec in self.writes)

@@ -60,8 +60,6 @@ class LayerCall:
 
     Attributes:
         primary: The layer that `layer` is tied to, or `layer` itself. Its statistics include this use.
-        layer: The layer.
-        curvature: The curvature of `primary`.
         inputs: The layer's inputs. None: they have been used, or are not needed.
         outline: A tensor with the shape of the inputs.
         batch: The batch size of the model's input. -1: unknown.

@@ -48,9 +48,7 @@ class Capture:
         wanted: Whether the next step needs sums. (`RowBuffer.wanted`: whether it needs rows.)
         counts_samples: Whether to count the samples of every pass, also in steps without statistics.
         captured: The layers whose statistics this rank captures.
-        sums: The raw sums.
         rows: The rows of layers whose statistics are gathered.
-        seconds: Host seconds spent in the hooks.
         audit: Compares gradients with those that the hooks see.
         fills: Whether the last backward pass of the loss wrote into ``.grad``.
     """

@@ -88,7 +88,6 @@ class ForwardPasses:
     Attributes:
         batch: The batch size of the last pass; -1: unknown. A tensor, because Dynamo would recompile for every new
             number.
-        current: The pass in progress.
         began: Whether a pass with gradients has begun since `reset`.
         samples: The samples of such passes, except compiled ones.
     """

@@ -42,7 +42,6 @@ class SampleCount:
         samples: The number of samples. All uses of a layer in one backward pass have the same samples.
         rows: Samples times positions, summed over all uses.
         beyond: The rows of uses with more rows than the loss has terms (token losses), whose masks are unknown.
-        task: The last backward pass.
         task_samples: The samples counted for that pass.
     """
 
@@ -94,11 +93,9 @@ class Bucket:
     """A buffer of sums that are sent together: the statistics, then the numbers of samples and rows of each layer.
 
     Attributes:
-        runs: The layers.
         names: Their names, in the order of the buffer.
         role: This rank's role for all of them.
         numel: The number of elements of the buffer.
-        buffer: The buffer ``[numel]``. None: not allocated.
         views: Views of the statistics of each layer in the buffer.
     """
 
@@ -257,8 +254,6 @@ class StatisticsBuffer:
 
     Attributes:
         skip_step: Device bool: the ``GradScaler`` skips this step on all ranks. None without a scaler.
-        sides: The sides whose statistics are collected.
-        sample_counts: The sample count of each layer.
         basis_version: The `BlockGroup.basis_version` at the beginning of this step, by the ``id`` of the group.
     """
 
@@ -407,12 +402,7 @@ class StatisticsBuffer:
 
 
 class RowBuffer:
-    """The pooled rows of layers, of all backward passes since the last step.
-
-    Attributes:
-        wanted: Whether the next step needs rows.
-        sample_counts: The sample count of each layer.
-    """
+    """The pooled rows of layers, of all backward passes since the last step."""
 
     def __init__(self, groups: Iterable[BlockGroup], wire: torch.dtype | None) -> None:
         """Start without rows.

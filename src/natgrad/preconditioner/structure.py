@@ -27,16 +27,7 @@ from natgrad.state.tensors import packed_shape, spec_dtype
 
 
 class Structure:
-    """Which layers a model has, the groups of their blocks, and the ranks that work for them.
-
-    Attributes:
-        root: The model without wrappers.
-        precision: The dtypes.
-        coverage: Which parameter has which curvature.
-        groups: The blocks.
-        decisions: The decisions on groups that the refresh rule measures.
-        plan: The assignment of layers to ranks.
-    """
+    """Which layers a model has, the groups of their blocks, and the ranks that work for them."""
 
     def __init__(
         self,

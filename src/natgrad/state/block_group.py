@@ -78,7 +78,6 @@ class BlockState:
         rows: The number of gathered rows (`natgrad.specs.ROWS`) in `results`. 0 before the first refresh.
         good: For each task and block, whether `results` has a result.
         ready: For each layer, whether `results` is complete.
-        failures: The failures of the blocks.
         basis_version: How often each block's running averages were restarted (`Task.restarts`).
         place: The device of the tensors and the dtype in which statistics are summed.
         plain: The parameter while its layer is not gathered (FSDP2), by which `place` is found.
@@ -103,18 +102,9 @@ class BlockGroup:
     """All blocks with one curvature, one size and the same workers: N blocks ``[o, i]`` of one or more layers.
 
     Attributes:
-        curvature: Their curvature.
-        outputs: The number of outputs, o.
-        inputs: The number of inputs, i.
-        members: The layers.
-        size: The number of blocks, N.
         role: The role of this rank for the layers.
-        precision: The dtypes.
         factor: The factor on the damping γ for this group.
         statistics: The statistics of the curvature that are summed.
-        gathered: The statistics whose rows are gathered.
-        tasks: The tasks of the curvature.
-        memory_specs: The specs of the curvature's state.
         input_statistics: The names of the statistics of inputs only.
         inputs_apart: Whether these have an interval of their own.
         computed_for_capture: The names of the results that are read when statistics are accumulated.

@@ -20,13 +20,10 @@ class StepCounters:
     """The counters of a preconditioner.
 
     Attributes:
-        step: Completed steps.
         captured: For each side (`natgrad.refresh.Sides`), the step of its last capture.
         refreshed: For parts that read one side, the other or both, the step of their last decomposition.
-        damping: γ of the last step.
         factor_updates: The number of updates of the factors.
         inverse_updates: The number of inverse refreshes.
-        seconds: Host seconds by phase.
     """
 
     step: int = 0

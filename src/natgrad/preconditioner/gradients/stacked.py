@@ -32,16 +32,12 @@ class GroupGradients:
     """The gradients of some layers of a group: n blocks.
 
     Attributes:
-        group: The group.
-        members: The layers.
         W: The raw gradients ``[n, o, i]``, while they are preconditioned.
         V: The preconditioned gradients ``[n, o, i]``; W where there is no curvature yet.
         held: Instead of V, if the parameters are sharded and this rank is not a worker: the rows that it holds.
         inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not, or where V is unusable.
         levels: The `Level` of each block's layer ``[n]``.
         failed: Whether each block gets no update, by `inner` ``[n]`` (bool).
-        device: The device of all of these.
-        dtype: The dtype of the gradients.
         counts: The number of blocks of each layer.
         blocks: The blocks in the group, as an index.
     """

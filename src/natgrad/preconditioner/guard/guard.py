@@ -50,9 +50,6 @@ class FailureCounters:
     A mask `failed` ``[n]`` (bool) is that of some blocks of a group, whose places in the group are `blocks`.
 
     `check` reads them on a CPU after every step, on an accelerator after every `_PATIENCE` steps.
-
-    Attributes:
-        guard: The user's settings.
     """
 
     _PATIENCE = 32

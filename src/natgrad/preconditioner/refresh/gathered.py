@@ -38,8 +38,6 @@ class RowRun(TaskRun):
     """The task M of layers of one group and one owner with equally many rows on each rank: n blocks in all.
 
     Attributes:
-        layers: The layers.
-        samples: The samples of all ranks.
         share: The number of rows that each rank selects.
         selection: The rows that this rank selected; on a worker after `_gather` those of all P ranks, with Y
             ``[n, P, share, share]`` if the curvature has one.
@@ -262,11 +260,7 @@ class RowRefresh:
 
 
 class _RowMessage:
-    """The message of one rank with its rows of layers with the same workers, dtype and device.
-
-    Attributes:
-        message: Its bytes.
-    """
+    """The message of one rank with its rows of layers with the same workers, dtype and device."""
 
     def __init__(self, runs: Sequence[RowRun], wire: torch.dtype | None) -> None:
         """Pack the selected rows: A and G of each run as narrow numbers, each Y and then all states as wide ones."""
