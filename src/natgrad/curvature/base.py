@@ -66,7 +66,6 @@ class Curvature(ABC):
     trace_reads: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
-        """Show the type."""
         return f"{type(self).__name__}()"
 
     def variant_for(self, layer: Layer) -> Curvature | str | None:

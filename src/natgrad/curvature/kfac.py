@@ -109,7 +109,6 @@ class KFAC(Curvature):
         self._variants: dict[object, Curvature] = {}
 
     def __repr__(self) -> str:
-        """Show the variant."""
         return self.describe(A=self.A, G=self.G)
 
     def describe(self, *notes: str, **sides: Side) -> str:
@@ -275,7 +274,6 @@ class TableKFAC(Curvature):
         self.trace_reads = names
 
     def __repr__(self) -> str:
-        """Show the variant."""
         factors = self._factors
         if self._heads:
             return factors.describe("embedding and head as one", A=factors.A, G=factors.G)

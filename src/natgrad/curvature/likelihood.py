@@ -57,7 +57,6 @@ class Categorical(Likelihood):
     dim: int = -1
 
     def __post_init__(self) -> None:
-        """Check the dimension."""
         require(is_whole(self.dim) and self.dim != 0, "dim", self.dim, "a dimension other than 0, the batch")
 
     def score(self, outputs: Tensor, generator: torch.Generator, *, summed: bool, first_feature: int) -> Tensor:
@@ -84,7 +83,6 @@ class _Elementwise(Likelihood):
     coefficient: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the coefficient."""
         if self.coefficient is not None:
             check_number("coefficient", self.coefficient, "a number > 0, or None", minimum=0, strict=True)
 

@@ -48,7 +48,6 @@ class RankOne(Curvature):
         self.factor_decay, self.likelihood = check_estimate("empirical", factor_decay, None)
 
     def __repr__(self) -> str:
-        """Show the variant."""
         return f"RankOne(sharing={self.sharing!r})"
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:

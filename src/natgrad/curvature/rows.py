@@ -105,7 +105,6 @@ class SNGD(_RowCurvature):
     """
 
     def __repr__(self) -> str:
-        """Show the variant."""
         return f"SNGD(fisher={self.fisher!r})"
 
 
@@ -160,7 +159,6 @@ class HyLo(_RowCurvature):
             warnings.warn(message, NatgradWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        """Show the variant."""
         return f"HyLo(rank={self.rank!r}, method={self.method!r}, fisher={self.fisher!r})"
 
     @property

@@ -93,7 +93,6 @@ class Spectral(Curvature):
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
-        """Show the variant."""
         groups = f", groups={self.groups}" if self.groups > 1 else ""
         shown = f"power={self.power:g}, steps={self.steps}, momentum={self.momentum:g}, fisher={self.fisher!r}{groups}"
         return f"Spectral({shown}{'' if self.dtype is None else f', dtype={self.dtype}'})"

@@ -53,7 +53,6 @@ class UnitWise(Curvature):
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
-        """Show the variant."""
         return f"UnitWise(form={self.form!r}, fisher={self.fisher!r})"
 
     def variant_for(self, layer: Layer) -> Curvature | str:

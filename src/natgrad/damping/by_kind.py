@@ -42,7 +42,6 @@ class ByKind:
         self.damping, self.norms, self.layers = damping, float(norms), dict(layers)
 
     def __repr__(self) -> str:
-        """Show the factors."""
         return f"ByKind({self.damping!r}, norms={self.norms:g}, layers={self.layers!r})"
 
     def factor(self, layer: Layer) -> float:

@@ -33,7 +33,6 @@ class _Way(ABC):
     steps: int
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         for name in ("start", "target"):
             check_number(name, getattr(self, name), "a number > 0", minimum=0, strict=True)
         check_whole("steps", self.steps, 1)
@@ -89,7 +88,6 @@ class WarmUp(_Way):
     """
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         super().__post_init__()
         require(self.start > self.target, "start", self.start, f"above target={self.target:g}")
         least = 2 * log10(self.start / self.target)
@@ -122,7 +120,6 @@ class Piecewise:
         self.values = dict(sorted(values.items()))
 
     def __repr__(self) -> str:
-        """Show the values."""
         return f"Piecewise({self.values!r})"
 
     def __call__(self, step: int) -> float:

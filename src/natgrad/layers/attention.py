@@ -88,7 +88,6 @@ class AttentionForward(ObservedForward):
     """Torch's forward, with the projecting functions replaced by ones that report their inputs and outputs."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Prepare for `module`."""
         super().__init__(module)
         self._leading: tuple[int, ...] = ()
         self._attend = rebound(

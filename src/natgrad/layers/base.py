@@ -119,7 +119,6 @@ class Layer(ABC):
     form: Literal["matrix", "one-hot", "elementwise"] = "matrix"
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        """Read the sizes from `module`."""
         self.name, self.module = name, module
         self.others: list[Layer] = []
         self.weight, self.bias = is_trained(module, self.weight_name), is_trained(module, self.bias_name)

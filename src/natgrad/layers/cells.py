@@ -34,7 +34,6 @@ class CellForward(ObservedForward):
     """Torch's forward, with separate operations in place of the fused cell."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Prepare for `module`."""
         super().__init__(module)
         self._batched = True
         cells = SimpleNamespace(

@@ -64,7 +64,6 @@ class ObservedForward(ABC):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Prepare for `module`."""
         self._module = weakref.ref(module)
         self._observers: dict[str, list[CallObserver]] = {}
         # Attributes that ``torch.export`` reads from a forward: those of the method of the class.

@@ -69,7 +69,6 @@ class DenseRows(Rows):
     """Rows stored as one tensor ``[n, B, T, d]``."""
 
     def __init__(self, values: Tensor, *, one_hot: bool = False) -> None:
-        """Wrap `values`."""
         self.values, self.one_hot = values, one_hot
         self.samples, self.positions = values.shape[1], values.shape[2]
 
@@ -90,7 +89,6 @@ class MatrixRows(Rows):
     """Rows of one block, features last: ``matrix [B T, d]``, with an implicit trailing 1 if `bias`."""
 
     def __init__(self, matrix: Tensor, samples: int, *, bias: bool = False) -> None:
-        """Wrap `matrix`, with rows ordered by sample."""
         self.matrix, self.bias = matrix, bias
         self.samples, self.positions = samples, matrix.shape[0] // max(1, samples)
 
@@ -123,7 +121,6 @@ class ChannelRows(Rows):
     """Rows of n blocks, channels second: ``maps [B, n d, *spatial]``."""
 
     def __init__(self, maps: Tensor, blocks: int) -> None:
-        """Wrap `maps`."""
         self.maps, self.blocks = maps, blocks
         self.samples, self.positions = maps.shape[0], maps.shape[2:].numel()
 

@@ -40,7 +40,6 @@ class Warm:
     iterations: int
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         number = isinstance(self.tolerance, float) and 0 < self.tolerance < 1
         require(number, "tolerance", self.tolerance, "a number in (0, 1)")
         check_whole("iterations", self.iterations, 0)

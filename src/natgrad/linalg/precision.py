@@ -36,7 +36,6 @@ class Precision:
     solve: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Check the dtypes."""
         for name in ("factors", "wire", "solve"):
             value = getattr(self, name)
             require(value is None or value in _ALLOWED, name, value, f"None or {' or '.join(map(str, _ALLOWED))}")

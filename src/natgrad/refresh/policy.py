@@ -30,7 +30,6 @@ class Sides:
     gradients: Schedule
 
     def __post_init__(self) -> None:
-        """Check both intervals."""
         for side in SIDES:
             check_schedule(side, getattr(self, side), INTERVAL, minimum=1)
 
@@ -54,7 +53,6 @@ class Refresh(RefreshRule):
     inverses: Schedule | Sides = 10
 
     def __post_init__(self) -> None:
-        """Check both intervals."""
         for name in ("factors", "inverses"):
             value = getattr(self, name)
             if not isinstance(value, Sides):
@@ -92,7 +90,6 @@ class Adaptive(RefreshRule):
     inverses: Schedule = field(default=10, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check the rule and both intervals."""
         chooses = isinstance(self.rule, RefreshRule) and self.rule.measure is not None
         require(chooses, "rule", self.rule, "a rule such as natgrad.TraceRule()")
         for name in ("factors", "inverses"):
@@ -147,7 +144,6 @@ class GrowingInterval:
     most: int = 20
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         for name, value in vars(self).items():
             require(type(value) is int and value >= 1, name, value, "a whole number >= 1")
 
@@ -171,7 +167,6 @@ class DoublingInterval:
     most: float
 
     def __post_init__(self) -> None:
-        """Check the number."""
         check_number("most", self.most, INTERVAL, minimum=1)
 
     def __call__(self, step: int) -> float:
@@ -199,7 +194,6 @@ class TwoPhaseInterval:
     interval: int = 20
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         for name, value in vars(self).items():
             least = 0 if name == "epochs" else 1
             require(type(value) is int and value >= least, name, value, f"a whole number >= {least}")
@@ -229,7 +223,6 @@ class MultiStepInterval:
     factor: float = 2.0
 
     def __post_init__(self) -> None:
-        """Check the numbers, and convert `steps` to a tuple."""
         check_number("interval", self.interval, INTERVAL, minimum=1)
         check_number("factor", self.factor, "a number >= 1", minimum=1)
         fits = isinstance(self.steps, (list, tuple)) and all(type(step) is int and step >= 0 for step in self.steps)
@@ -264,7 +257,6 @@ class ScaledInterval:
     size: float
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_schedule("interval", self.interval, INTERVAL, minimum=1)
         for name in ("reference", "size"):
             check_number(name, getattr(self, name), "a number > 0", minimum=0, strict=True)

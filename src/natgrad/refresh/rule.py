@@ -69,7 +69,6 @@ class RefreshRule:
     separate: bool = False
 
     def __repr__(self) -> str:
-        """Show the rule and its options."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def due(self, step: int, candidates: Sequence[Candidate]) -> Collection[str]:
@@ -173,7 +172,6 @@ class TraceRule(RefreshRule):
     measure = "trace"
 
     def __post_init__(self) -> None:
-        """Check the bound."""
         check_number("upper", self.upper, "a number > 0", minimum=0, strict=True)
 
     @override
@@ -202,7 +200,6 @@ class DriftRule(RefreshRule):
     measure = "drift"
 
     def __post_init__(self) -> None:
-        """Check the threshold."""
         check_number("threshold", self.threshold, "a number > 0", minimum=0, strict=True)
 
     @override
