@@ -149,8 +149,8 @@ def test_a_sampled_fisher_with_options_of_ddp(ranks, options, checkpointed):
     assert_all_equal(ranks.run(2, train, None, options, SAMPLED, 3, checkpointed), expected)
 
 
-def scaled_until_one_loader_ends(options, steps=6, unscaled=True, inf=None):
-    """The last rank has no batch in odd steps; it may leave `unscale_` to the others then."""
+def scaled_until_one_loader_ends(options, steps=6, inf=None):
+    """The last rank has no batch in odd steps."""
     rank, ranks = place()
     torch.manual_seed(0)
     model = Network().double()
@@ -166,8 +166,7 @@ def scaled_until_one_loader_ends(options, steps=6, unscaled=True, inf=None):
         optimizer.zero_grad()
         if len(x):
             scaler.scale(cross_entropy(model(x), y) * (float("inf") if step == inf else 1)).backward()
-        if len(x) or unscaled:
-            scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
         preconditioner.step()
         scaler.step(optimizer)
         scaler.update()
@@ -184,7 +183,7 @@ def test_a_rank_without_a_backward_pass_scales_as_the_others_do(ranks, placement
     options = {"placement": placement}
     expected, scale = scaled_until_one_loader_ends(options, inf=inf)
     assert scale == (2.0**11 if inf is None else 2.0**9)
-    for weights, own in ranks.run(2, scaled_until_one_loader_ends, options, 6, True, inf):
+    for weights, own in ranks.run(2, scaled_until_one_loader_ends, options, 6, inf):
         assert own == scale
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)

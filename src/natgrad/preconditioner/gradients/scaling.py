@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from natgrad.distributed import Communicator
 from natgrad.errors import NatgradError, require
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
-from natgrad.linalg.device import on_host
 from natgrad.preconditioner.gradients.reduction import reduce_gradients
 from natgrad.state.block_group import BlockGroup
 
@@ -49,7 +49,6 @@ class Scaling:
         allowed = "'averaged', where reduction is 'sum' for some layers and not for others"
         require(not (self._mixed and reduces), "gradients", "reduce", allowed)
         self.reductions, self.reduces, self._scaler = reductions, reduces, scaler
-        self._scaled: Tensor | None = None  # number of ranks that had not unscaled in the last step
         self.of_sum: float | Tensor | None = None
         self.counts = self._summed or self._mixed or reduces or not self._divided
 
@@ -65,28 +64,21 @@ class Scaling:
     def check(self, *, differentiated: bool) -> None:
         """Check that the gradients have been unscaled, if this rank was `differentiated` since the last step.
 
+        With ``gradients="reduce"`` a rank without a backward pass gets unscaled gradients, which the scaler must not
+        unscale either.
+
         Raises:
-            NatgradError: if ``unscale_`` was not called since the last update of the scaler; on all ranks, if a rank
-                without a backward pass did not call it in the last step.
+            NatgradError: if ``unscale_`` was not called since the last update of the scaler.
         """
-        if self._scaler is None or not self.skips:
-            return
-        if differentiated and not self._unscaled:
-            raise NatgradError("the gradients are scaled: call scaler.unscale_(optimizer) before preconditioner.step()")
-        self._check_all()
-
-    @property
-    def _unscaled(self) -> bool:
-        assert self._scaler is not None
-        return any(state["stage"].name == "UNSCALED" for state in self._scaler._per_optimizer_states.values())
-
-    def _check_all(self) -> None:
-        scaled, self._scaled = self._scaled, None
-        if scaled is not None and scaled > 0:
+        if self.skips and (differentiated or self.reduces) and not self._unscaled():
             raise NatgradError(
-                "a rank without a backward pass has not called scaler.unscale_(optimizer) before the step, and would "
-                "unscale the gradients that it gets from the others: call it on every rank"
+                "the gradients are scaled: call scaler.unscale_(optimizer) on every rank before preconditioner.step()"
             )
+
+    def _unscaled(self) -> list[dict[str, Any]]:
+        """Return what the scaler knows of optimizers whose gradients it has unscaled since its last update."""
+        states = {} if self._scaler is None else self._scaler._per_optimizer_states
+        return [state for state in states.values() if state["stage"].name == "UNSCALED"]
 
     def skip_step(self, runtime: Communicator, device: torch.device) -> Tensor | None:
         """Return whether the scaler skips this step because of a non-finite gradient on any rank. None: no scaler.
@@ -94,32 +86,21 @@ class Scaling:
         Sets the scaler's result on every rank to that of all ranks. With ``gradients="reduce"`` each rank has only
         inspected the gradients of its own samples and would decide alone; a rank without gradients has no result, and
         the scaler would raise an error.
-
-        Raises:
-            NatgradError: on all ranks, if one has not called ``unscale_``. On accelerators the next `check` raises it,
-                because this method does not wait for the device.
         """
-        if self._scaler is None or not self.skips:
+        if not self.skips:
             return None
-        states = [state for state in self._scaler._per_optimizer_states.values() if state["stage"].name == "UNSCALED"]
-        scaled = self.reduces and runtime.ranks > 1 and not states
-        counters = tensor_on(device, [0.0, float(scaled)], torch.float32)
-        for state in states:
-            for flag in state["found_inf_per_device"].values():
-                counters[0] += flag.to(device)
+        results = [state["found_inf_per_device"] for state in self._unscaled()]
+        found = torch.zeros(1, dtype=torch.float32, device=device)
+        for flag in (flag for flags in results for flag in flags.values()):
+            found += flag.to(device)
         if runtime.ranks > 1:
-            runtime.sum_(counters, "counters")
-        found = (counters[0] > 0).float()
-        for state in states:
-            flags = state["found_inf_per_device"]
+            runtime.sum_(found, "counters")
+        found.clamp_(max=1)
+        for flags in results:
             for flag in flags.values():
-                flag.copy_(found)
-            if not flags:
-                flags[device] = found.clone()
-        self._scaled = counters[1]
-        if on_host(device):
-            self._check_all()
-        return counters[0] > 0
+                flag.copy_(found[0])
+            flags.setdefault(device, found[0].clone())
+        return found[0] > 0
 
     def of_captured(self, backwards: int) -> float | Tensor:
         """Return the factor that turns gradients captured in so many `backwards` into those of per-sample losses.
