@@ -25,11 +25,7 @@ from natgrad.schedule import check_number, is_whole
 
 
 def check_arguments(model: object, optimizer: object, arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of `natgrad.Preconditioner`, without `kl_clip` if it has its default.
-
-    Raises:
-        ValueError: naming the first that is not allowed, its value and the allowed values.
-    """
+    """Check the arguments of `natgrad.Preconditioner`, without `kl_clip` if it has its default."""
     kind = type(model).__name__
     require(isinstance(model, nn.Module), "model", kind, "an nn.Module")
     allowed = "plain or in DistributedDataParallel, not DataParallel"

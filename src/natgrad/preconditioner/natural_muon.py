@@ -268,11 +268,7 @@ def _gains_from_bfloat16(model: nn.Module) -> bool:
 
 
 def _add(curvature: dict[str, Curvature | None], others: Mapping[str, Curvature | None]) -> None:
-    """Add `others` to a mapping from patterns.
-
-    Raises:
-        ValueError: if a pattern is there already.
-    """
+    """Add `others` to a mapping from patterns; a ``ValueError`` if a pattern is there already."""
     for pattern, one in others.items():
         require(pattern not in curvature, "pattern", pattern, "given once, in one of adamw, heads and groups")
         curvature[pattern] = one

@@ -28,11 +28,7 @@ class PreconditionedOptimizer(Optimizer):
     count: Count | None
 
     def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner) -> None:
-        """Combine both.
-
-        Args:
-            optimizer: Any optimizer.
-            preconditioner: The preconditioner of the same model.
+        """Combine any optimizer with the preconditioner of the same model.
 
         Raises:
             ValueError: if either has a wrong type, or they belong to different models.
@@ -119,10 +115,8 @@ class PreconditionedOptimizer(Optimizer):
         """Return whether ``torch.distributed.checkpoint`` takes this step to initialise the optimizer's state.
 
         Such a step has a learning rate of zero, new gradients of zero and no backward pass. One rank may take it alone,
-        so this method does not communicate; in a training step all ranks decide alike. State and learning rates are
-        equal on all ranks. Averaged gradients are zero on all ranks or on none (a sharded one is inspected as a whole).
-        Gradients that natgrad has yet to reduce differ, but then the hooks see every backward pass, and a rank without
-        one has no gradients or those that the last step left.
+        so nothing is sent; in a training step all ranks decide alike, because state, learning rates and averaged
+        gradients are equal, and because the hooks see every backward pass whose gradients natgrad has yet to average.
         """
         preconditioner = self.preconditioner
         if self.state or not preconditioner._capture.idle or preconditioner.call_order.written.remain():
