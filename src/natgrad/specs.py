@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -46,7 +46,6 @@ class TensorSpec:
     nonnegative: bool = False
 
     def __post_init__(self) -> None:
-        """Raise a ``ValueError`` if a value is not allowed."""
         require(isinstance(self.name, str) and self.name, "name", self.name, "a name: a string that is not empty")
         whole = isinstance(self.shape, tuple) and all(type(size) is int and size >= 0 for size in self.shape)
         require(whole, "shape", self.shape, "a tuple of whole numbers >= 0")
@@ -66,13 +65,7 @@ class TensorSpec:
 
     def sized(self, rows: int) -> TensorSpec:
         """Return the spec with `rows` in place of `ROWS`."""
-        return TensorSpec(
-            self.name,
-            tuple(rows if size == ROWS else size for size in self.shape),
-            symmetric=self.symmetric,
-            at_least_float32=self.at_least_float32,
-            nonnegative=self.nonnegative,
-        )
+        return replace(self, shape=tuple(rows if size == ROWS else size for size in self.shape))
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,6 @@ class Statistic(TensorSpec):
     used_by_precondition: bool = False
 
     def __post_init__(self) -> None:
-        """Raise a ``ValueError`` if a value is not allowed."""
         super().__post_init__()
         _check_flags(self, "counts_positions", "used_by_precondition")
         _check_names(self, "needs_computed")
@@ -147,7 +139,6 @@ class Task:
     restarts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise a ``ValueError`` if a value is not allowed."""
         require(isinstance(self.name, str) and self.name, "name", self.name, "a name: a string that is not empty")
         _check_names(self, "reads", "diagonal_of", "restarts")
         fits = isinstance(self.writes, tuple) and all(isinstance(spec, TensorSpec) for spec in self.writes)

@@ -81,7 +81,6 @@ def test_what_reads_both_sides_follows_the_shorter_interval():
     assert [rule.factor_interval(step, "inputs") for step in (0, 4)] == [2, 6]
     assert rule.inverse_interval(0, "inputs") == 50
     assert rule.inverse_interval(0, "both") == rule.inverse_interval(0, "gradients") == 10
-    assert rule.intervals(0)["inverses"] == pytest.approx(2 / (1 / 50 + 1 / 10))
 
 
 # --- Of a user's own ------------------------------------------------------------------------------------------------

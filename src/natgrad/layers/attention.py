@@ -75,7 +75,6 @@ class OutputLayer(_SequenceFirst):
     """The output projection, which its parent applies."""
 
     def __init__(self, name: str, module: nn.Module, attention: nn.MultiheadAttention) -> None:
-        """Read the sizes off `module`, a child of `attention`."""
         super().__init__(name, module)
         self._attention = attention
 

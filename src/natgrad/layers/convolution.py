@@ -70,7 +70,6 @@ class PatchRows(Rows):
     """The patches of a convolution on ``maps [B, C, *spatial]`` with n groups of channels."""
 
     def __init__(self, maps: Tensor, window: Window, groups: int, *, bias: bool) -> None:
-        """Wrap `maps`; patches are not built."""
         self.maps, self.window, self.groups, self.bias = maps, window, groups, bias
         self._spatial = window.positions(tuple(maps.shape[2:]))
         self.samples, self.positions = maps.shape[0], prod(self._spatial)

@@ -105,10 +105,7 @@ class BatchNormLayer(ChannelNormLayer):
 
     module: nn.modules.batchnorm._BatchNorm
 
-    @override
-    def lay_out(self) -> None:
-        super().lay_out()
-        self._running: tuple[Tensor, Tensor] | None = None  # mean and variance in evaluation mode
+    _running: tuple[Tensor, Tensor] | None = None  # mean and variance in evaluation mode
 
     def current(self) -> Layer:
         """Return a layer with copies of the current mode and running statistics, for use in the backward pass."""

@@ -105,8 +105,7 @@ class Structure:
         # once. It chooses comm-opt for curvatures that read computed tensors or gather rows.
         placement, factor_refreshes = self._placement, 10.0
         if placement.positions is not None and self._refresh is not None:
-            intervals = self._refresh.intervals(0)
-            factor_refreshes = intervals["inverses"] / intervals["factors"]
+            factor_refreshes = self._refresh.inverse_interval(0) / self._refresh.factor_interval(0)
         needs_comm_opt = any(
             computed_for(own) or gathered(own)
             for own in (statistics_of(curvature, layer) for layer, curvature in self.coverage.layers)

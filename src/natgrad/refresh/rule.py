@@ -99,17 +99,6 @@ class RefreshRule:
         """
         return 10.0
 
-    def intervals(self, step: int) -> dict[str, float]:
-        """Return the mean intervals "factors" and "inverses" after `step` completed steps, for the balance of "dp".
-
-        Raises:
-            ValueError: if a schedule returns something that is not an interval.
-        """
-        return {
-            "factors": mean_interval([self.factor_interval(step, side) for side in SIDES]),
-            "inverses": mean_interval([self.inverse_interval(step, side) for side in SIDES]),
-        }
-
     def check(self, step: int) -> None:
         """Check the intervals of the step after `step` completed ones, before it changes anything.
 
@@ -132,14 +121,9 @@ class RefreshRule:
                 options[name] = value.settings(step)
             elif value is None or isinstance(value, (bool, int, float, str, tuple)):
                 options[name] = value
-        return type(self).__name__, options, self.intervals(step)
-
-
-def mean_interval(intervals: Sequence[float]) -> float:
-    """Return the harmonic mean of intervals: the interval with the same mean rate."""
-    if len(set(intervals)) == 1:
-        return float(intervals[0])
-    return len(intervals) / sum(1 / interval for interval in intervals)
+        intervals = [self.factor_interval(step, side) for side in SIDES]
+        intervals += [self.inverse_interval(step, side) for side in SIDES]
+        return type(self).__name__, options, intervals
 
 
 def side_of(names: Collection[str], inputs: Collection[str]) -> Reads:
