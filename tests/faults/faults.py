@@ -267,9 +267,9 @@ _add(
 )
 _add(
     "transposed_basis",
-    "The gradient is rotated by the eigenvectors of A and G instead of their transposes.",
+    "The gradient is rotated by the eigenvectors of G instead of their transpose.",
     "dense/test_layers.py::test_linear",
-    ("curvature.kfac:KFAC.precondition", "self._apply(Side.rotate, gradient", "self._apply(Side.rotate_back, gradient"),
+    ("curvature.kfac:KFAC.precondition", "gradient, known)", 'gradient, {**known, "QG": known["QG"].mT})'),
 )
 _add(
     "norm_cross_term",
