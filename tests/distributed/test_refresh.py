@@ -30,7 +30,7 @@ def follow(job, steps):
         decided = training.preconditioner._structure.decisions
         seen.append(
             {
-                member.layer.key: decisions.outcome(index)
+                member.layer.key: float(decisions.numbers[index, 1])
                 for stack, decisions in decided.items()
                 for index, member in enumerate(stack.members)
             }

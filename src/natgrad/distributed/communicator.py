@@ -55,7 +55,8 @@ class Work:
     def wait(self) -> None:
         """Wait for the result; further calls do nothing."""
         if self._work is not None:
-            self._runtime.wait(self._work)
+            with self._runtime.collective():
+                self._work.wait()
         if self._finish is not None:
             self._finish()
         self._work = self._finish = None
@@ -114,11 +115,6 @@ class Communicator:
         """Start a collective and wait for its result."""
         with self.collective():
             post().wait()
-
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective."""
-        with self.collective():
-            work.wait()
 
     def explained(self, error: RuntimeError) -> LostRankError:
         """Return an error that names this rank and its call, after `error` of the backend."""

@@ -10,8 +10,6 @@ from natgrad.distributed.rules import PlacementRule, names, rule_of
 from natgrad.errors import require, require_one_of
 from natgrad.schedule import check_whole, is_number, is_whole
 
-_BUCKET = 25 * 2**20
-
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -61,7 +59,7 @@ class Placement:
     speeds: tuple[float, ...] | None = None
     costs: Mapping[str, float] | None = None
     positions: Mapping[str, float] | None = None
-    bucket: int = _BUCKET
+    bucket: int = 25 * 2**20
     staleness: int = 1
     memory: int | None = None
 

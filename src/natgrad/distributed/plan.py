@@ -61,30 +61,14 @@ class Collective:
         assert isinstance(self.sizes, tuple)
         return Slices(self.sizes)
 
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self.ranks)}
-
-    @property
-    def elements(self) -> int:
-        """The number of elements of the bucket."""
-        return self.sizes if isinstance(self.sizes, int) else sum(self.sizes)
-
     def sent(self, rank: int) -> float:
         """Return the number of elements that a rank sends."""
-        return self._moved(rank, sends=True)
-
-    def received(self, rank: int) -> float:
-        """Return the number of elements that a rank receives."""
-        return self._moved(rank, sends=False)
-
-    def _moved(self, rank: int, *, sends: bool) -> float:
-        if rank not in self._places:
+        if rank not in self.ranks:
             return 0
         if isinstance(self.sizes, int):
             return 2 * (len(self.ranks) - 1) / len(self.ranks) * self.sizes
-        place = self._places[rank]
-        return self._slices.sent(place) if sends == self.reduces else self._slices.received(place)
+        place = self.ranks.index(rank)
+        return self._slices.sent(place) if self.reduces else self._slices.received(place)
 
 
 @dataclass(frozen=True, repr=False)

@@ -63,25 +63,16 @@ class DecisionState:
 
     @property
     def _compared(self) -> list[Statistic]:
-        """The statistics whose averages this rank keeps for comparison."""
-        compares = self._measure == "drift" and self._group.role.is_gradient_worker
-        names = self._read_by_tasks if compares else ()
-        return [spec for spec in self._group.statistics if spec.name in names]
-
-    @property
-    def _read_by_tasks(self) -> tuple[str, ...]:
-        """The names of the statistics that tasks read."""
+        """The statistics that tasks read, if this rank keeps their averages for comparison."""
+        if self._measure != "drift" or not self._group.role.is_gradient_worker:
+            return []
         read = {name for task in self._group.tasks for name in task.reads}
-        return tuple(spec.name for spec in self._group.statistics if spec.name in read)
-
-    def outcome(self, index: int) -> float:
-        """Return the last decision on a layer; 0: there was none."""
-        return float(self.numbers[index, 1])
+        return [spec for spec in self._group.statistics if spec.name in read]
 
     def keeps(self, layer: Layer) -> bool:
         """Return whether the last decision on a layer was to keep its results."""
         index = next(index for index, member in enumerate(self._group.members) if member.layer is layer)
-        return self.outcome(index) == KEPT
+        return float(self.numbers[index, 1]) == KEPT
 
     @property
     def bytes_per_block(self) -> int:
@@ -103,30 +94,24 @@ class DecisionState:
         if group.state.weight is None or not is_measurable(group.curvature, group.statistics, self._measure):
             return [nan] * len(group.members)
         if self._measure == "drift":
-            return self._host([self._drift(member.blocks) for member in group.members])
-        traces = self._host([self._trace(member.blocks) for member in group.members])
-        added = [
-            damping * group.factor * (member.stop - member.start) * group.outputs * group.inputs
-            for member in group.members
-        ]
-        return [trace + more for trace, more in zip(traces, added, strict=True)]
-
-    @staticmethod
-    def _host(values: list[Tensor]) -> list[float]:
-        numbers: list[float] = torch.stack(values).double().tolist()
+            values = [self._drift(member.blocks).double() for member in group.members]
+        else:
+            values = [self._trace(member.blocks, damping) for member in group.members]
+        numbers: list[float] = torch.stack(values).tolist()
         return numbers
 
-    def _trace(self, blocks: slice) -> Tensor:
-        """Return ``tr F`` of a layer, without damping."""
-        averages = corrected(self._group, blocks, self._group.curvature.trace_reads or ())
-        return self._group.curvature.trace(averages, self._group.outputs).sum(0)
+    def _trace(self, blocks: slice, damping: float) -> Tensor:
+        """Return ``tr F`` of a layer, with the damping."""
+        group = self._group
+        trace = group.curvature.trace(corrected(group, blocks, group.curvature.trace_reads or ()), group.outputs)
+        return trace.sum(0).double() + damping * group.factor * len(trace) * group.outputs * group.inputs
 
     def _drift(self, blocks: slice) -> Tensor:
         """Return the largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that the tasks of a layer read."""
         group = self._group
         if not self.last_averages:
             return torch.full((), inf, dtype=group.work_dtype, device=group.device)
-        now = snapshot(group, blocks, self._read_by_tasks)
+        now = snapshot(group, blocks, self.last_averages)
         last = {name: self.last_averages.read(name, blocks) for name in now}
         moved, whole = _squares(group, {name: now[name] - last[name] for name in now}), _squares(group, last)
         return torch.stack([(moved[name] / whole[name]).sqrt() for name in now]).amax(0)

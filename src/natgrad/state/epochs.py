@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -95,7 +96,7 @@ class EpochState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields as plain numbers."""
-        return {**vars(self), "norms": list(self.norms), "rates": list(self.rates), "before": list(self.before)}
+        return deepcopy(vars(self))
 
     @classmethod
     def loaded(cls, state: Any) -> EpochState:
@@ -112,10 +113,7 @@ class EpochState:
             else:
                 fits, allowed = isinstance(value, bool) or (key == "used" and value is None), "a flag"
             require(fits, f"{name}[{key!r}]", value, allowed)
-        copied: dict[str, Any] = {
-            key: list(value) if isinstance(value, list) else value for key, value in state.items()
-        }
-        return cls(**copied)
+        return cls(**deepcopy(dict(state)))
 
 
 def warn_of_missing_epochs(step: int, epoch: int, groups: Iterable[BlockGroup]) -> None:
