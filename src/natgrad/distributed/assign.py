@@ -119,22 +119,16 @@ def _weigh(
 
     Modelled costs are scaled to the unit of the measured ones.
     """
-    modelled = {
-        key: work.cost + factor_refreshes * _construction(placement, key, work, assignments[key])
-        for key, work in works.items()
-    }
+    modelled = {key: work.cost for key, work in works.items()}
+    positions = placement.positions or {}
+    for key, work in works.items():
+        if assignments[key].sums == "alone":  # otherwise all ranks build the factors
+            modelled[key] += factor_refreshes * work.sums * positions.get(str(key), 0.0)
     costs = placement.costs or {}
     measured = {key: costs[str(key)] for key in works if str(key) in costs}
     total = sum(modelled[key] for key in measured)
     unit = sum(measured.values()) / total if total else 1.0
     return {key: measured.get(key, work * unit) for key, work in modelled.items()}
-
-
-def _construction(placement: Placement, key: Key, work: LayerDemand, assignment: Assignment) -> float:
-    """Return the multiply-adds of building a layer's factors once; 0 if all ranks do, or positions are unknown."""
-    if placement.positions is None or assignment.sums != "alone":
-        return 0.0
-    return work.sums * placement.positions.get(str(key), 0.0)
 
 
 def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:

@@ -190,16 +190,6 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def between_steps(parameter: Tensor, known: Tensor | None) -> Tensor:
-    """Return a tensor with the dtype and device that a parameter has between steps; `known` is the earlier result.
-
-    Within a pass FSDP2 replaces the parameter by a plain tensor, which may have another dtype.
-    """
-    if is_sharded(parameter):
-        return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    return parameter if known is None else known
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor with all rows; collective if it is sharded."""
     gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, declarations, gathered, input_statistics, summed
 from natgrad.distributed import Assignment, Plan
-from natgrad.distributed.fsdp import between_steps
+from natgrad.distributed.fsdp import is_sharded
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.precision import Precision, at_least_float32
@@ -181,12 +181,11 @@ class BlockGroup:
 
     @property
     def parameter(self) -> Tensor:
-        """A parameter of the group, or of a sharded one what it is between steps."""
+        """A parameter of the group, or a tensor with the dtype and device that a sharded one has between steps."""
         parameter = self.members[0].layer.slots[0].parameter
-        like = between_steps(parameter, self.state.plain)
-        if like is not parameter:
-            self.state.plain = like
-        return like
+        if is_sharded(parameter):  # within a pass FSDP2 replaces it by a plain tensor, which may have another dtype
+            self.state.plain = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        return parameter if self.state.plain is None else self.state.plain
 
     @property
     def device(self) -> torch.device:

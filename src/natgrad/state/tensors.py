@@ -72,10 +72,6 @@ class StateTensors(dict[str, Tensor]):
         """Write some blocks of a tensor from unpacked values ``[n, *shape]``."""
         self.write(name, blocks, pack(values, self._specs[name]) if name in self.packed else values)
 
-    def narrow(self, name: str) -> bool:
-        """Return whether a tensor is stored in fewer than 32 bits."""
-        return self[name].dtype.itemsize < 4
-
     def to(self, dtype: torch.dtype, device: torch.device) -> StateTensors:
         """Return a copy in another dtype or on another device."""
         moved = StateTensors(list(self._specs.values()), self._size, dtype, device, pack=bool(self.packed))

@@ -57,7 +57,7 @@ def _average(piece: BlockSums, fine: Tensor, basis_version: list[int]) -> None:
         average = group.state.averages.read(spec.name, blocks).to(group.dtype)  # a view, unless it is narrow
         kept = torch.full_like(share, decay).masked_fill_(~fine, 1)
         average.mul_(along(kept, dims)).addcmul_(fresh, along(share, dims))
-        if group.state.averages.narrow(spec.name):
+        if group.state.averages[spec.name].dtype.itemsize < 4:
             group.state.averages.write(spec.name, blocks, average)
 
 
