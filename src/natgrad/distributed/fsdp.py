@@ -344,16 +344,9 @@ def collect_rows(
     runtime: Communicator,
     kind: str,
 ) -> dict[int, Tensor]:
-    """Send all rows of sharded parameters, or of tensors with their shapes, to some ranks; collective.
+    """Send all rows of sharded parameters to the ranks that want them, and return whole tensors by ``id``; collective.
 
-    Args:
-        wanted: Parameters, or parts of them, with the ranks that receive the rows; equal on all ranks.
-        of: Returns rows that this rank holds, in the parameter's dtype.
-        runtime: The ranks.
-        kind: The kind of the bytes in `Communicator.traffic`.
-
-    Returns:
-        Tensors with all rows, by the ``id`` of the parameter, without plain parameters.
+    `wanted` is equal on all ranks, `of` returns rows that this rank holds. Plain parameters are left out.
     """
     holders = Holders(runtime)
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Slot, tuple[int, ...]]]] = {}
