@@ -12,6 +12,8 @@ from natgrad.linalg.device import on_host
 
 _CPU_PIECE, _GPU_PIECE = 1 << 18, 1 << 24
 """Elements to copy at a time, to fit a core's cache or to fill a GPU."""
+_FEW = 64
+"""Up to this number of channels a full product per sample is faster than copying the maps for half a product."""
 
 
 def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
@@ -23,6 +25,10 @@ def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
     last = maps.movedim(1, -1)
     if groups == 1 and last.is_contiguous():  # channels-last maps are rows already
         add_row_gram_(out, last.reshape(1, -1, channels), scale=scale)
+        return
+    if channels <= _FEW and on_host(maps) and maps.is_contiguous() and maps.numel():
+        samples = maps.to(out.dtype).view(-1, channels, maps[0, 0].numel())  # [B n, c, T]
+        out.add_(torch.bmm(samples, samples.mT).view(-1, *out.shape).sum(0), alpha=scale)
         return
     parts = maps.tensor_split(pieces(len(maps), maps.numel(), _piece(out)))
     columns = (part.view(len(part), groups, channels, *part.shape[2:]).movedim(0, 2).flatten(2) for part in parts)
