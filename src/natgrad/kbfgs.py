@@ -314,7 +314,8 @@ def update_outputs(known: Mapping[str, Tensor], s: Tensor, y: Tensor, mu: float)
     s, y = damped(s, y, torch.where(lost[:, None], y, Hy), mu)
     if H is None:
         kept = {name: torch.where(lost[:, None, None], 0, known[name]) for name in ("S", "Y")}
-        fresh = {name: append(kept[name], vectors) for name, vectors in (("S", s), ("Y", y))}
+        # The oldest pair gives way to this one.
+        fresh = {name: torch.cat([kept[name][:, 1:], pair[:, None]], 1) for name, pair in (("S", s), ("Y", y))}
     else:
         unit = torch.eye(H.shape[-1]).to(H)
         fresh = {"H_G": bfgs(torch.where(lost[:, None, None], unit, H), s, y)}
@@ -391,8 +392,3 @@ class Compact:
         ZX, YX = self._Z @ X, self._Y @ X
         product: Tensor = X + self._Z.mT @ (self._middle @ ZX - YX) - self._Y.mT @ ZX
         return product
-
-
-def append(memory: Tensor, vectors: Tensor) -> Tensor:
-    """Return `memory` ``[n, p, d]`` without its oldest row, and with `vectors` ``[n, d]`` as its last."""
-    return torch.cat([memory[:, 1:], vectors[:, None]], 1)

@@ -284,20 +284,6 @@ class Factors(AveragedTensors):
             torch._foreach_copy_(weights, merged_weights)
 
 
-def describe_factors(preconditioner: Preconditioner | None) -> str | None:
-    """Return a text that must be equal on all nodes for factors to be averaged; None without a preconditioner."""
-    if preconditioner is None:
-        return None
-    kinds = dict.fromkeys(type(group.curvature).__name__ for group in preconditioner._structure.groups)
-    return f"{' and '.join(kinds)} by the plan {preconditioner._structure.digest():08x}"
-
-
-def is_replicated(preconditioner: Preconditioner, ranks: int) -> bool:
-    """Return whether each of the `ranks` ranks of a node keeps the running averages of all layers."""
-    plan = preconditioner.plan
-    return all(plan.keeps_averages(key, rank) for key in plan.assignments for rank in range(ranks))
-
-
 def check_owners(preconditioner: Preconditioner, grid: Grid) -> None:
     """Check that the preconditioner uses the ranks of the node, and that nodes have equal sizes.
 

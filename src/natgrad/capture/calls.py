@@ -11,14 +11,15 @@ from torch import Tensor
 from natgrad.capture.forward import ForwardPass
 from natgrad.curvature import Curvature
 from natgrad.layers import Layer
-from natgrad.layers.rows import DenseRows, Rows
+from natgrad.layers.rows import DenseRows, Rows, SharedInput
 
 
 class Saved:
     """A tensor saved through autograd's saved-tensor hooks, which may recompute it (checkpoints) or offload it."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Keep `tensor`, without its graph."""
+    def __init__(self, tensor: Tensor, source: SharedInput | None = None) -> None:
+        """Keep `tensor`, without its graph; other layers read the same `source`."""
+        self.source = source
         self.outline = self._plain = tensor.detach()
         self._anchor: Tensor | None = None
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

@@ -28,7 +28,7 @@ from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Rows
-from natgrad.layers.rows import by_sample
+from natgrad.layers.rows import MatrixRows, SharedInput, by_sample
 from natgrad.linalg.device import full_products, known_all
 from natgrad.refresh.rule import Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -223,7 +223,8 @@ class Capture:
         batch = -1 if forward is None else int(self.forward.batch)
         # Statistics need the inputs; counting samples only needs their shape.
         wanted = self._wants(name)
-        saved = Saved(inputs) if wanted or self.audit.wants(name) else None
+        source = self.forward.shared_input(inputs) if wanted else None
+        saved = Saved(inputs, source) if wanted or self.audit.wants(name) else None
         shape = outline(inputs) if saved is None else saved.outline
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
@@ -304,7 +305,7 @@ class Capture:
             self.audit.add(use.layer, known, gradient, samples)
         if collects:
             with full_products(gradient.device):
-                self._observe(use, task, samples, known, gradient)
+                self._observe(use, task, samples, known, inputs.source, gradient)
 
     def _discard_cleared_passes(self) -> None:
         self.discard_cleared_passes(
@@ -318,10 +319,14 @@ class Capture:
         if all(parameter.grad is None for parameter in parameters):
             self.discard()
 
-    def _observe(self, use: LayerCall, task: int, samples: int, inputs: Tensor, gradient: Tensor) -> None:
+    def _observe(
+        self, use: LayerCall, task: int, samples: int, inputs: Tensor, source: SharedInput | None, gradient: Tensor
+    ) -> None:
         """Add the rows of one use of a layer to its sums, or pool them."""
         layer, name, reduction = use.layer, use.primary.name, self._reductions.of(use.primary.name)
         rows, gradients = layer.rows(inputs, gradient, samples)
+        if isinstance(rows, MatrixRows):
+            rows.source = source
         if reduction == "tokens":
             counted = gradients.nonzero()
             if not known_all(counted):

@@ -210,6 +210,11 @@ class KFAC(Curvature):
         if self._decomposition == "inverse":
             return self._apply(Side.multiply, gradient, computed)
         known = {**computed, **averages}
+        if self.sides == "both" and self.A.full and self.G.full:  # the same in less memory
+            QA, QG = known["QA"], known["QG"]
+            rotated = linalg.product(linalg.product(QG.mT, gradient), QA)
+            rotated.div_(self.spectrum(known).add_(damping))
+            return linalg.product(linalg.product(QG, rotated), QA.mT, out=rotated)
         rotated = self._apply(Side.rotate, gradient, known) / self.spectrum(known).add_(damping)
         return self._apply(Side.rotate_back, rotated, known)
 

@@ -292,7 +292,10 @@ class Communicator:
         """
         if layout.lossless and not on_host(rows):
             summed = torch.empty_like(rows[:1])
-            self._run(lambda: _sum_rows(summed.view(layout.dtype), rows.view(layout.dtype), self.group))
+            # The name of the function depends on torch's version.
+            sum_rows = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+            numbers = summed.view(layout.dtype), rows.view(layout.dtype)
+            self._run(lambda: sum_rows(*numbers, group=self.group, async_op=True))
             return layout.read(summed)[1][0]
         arrived = torch.empty_like(rows)
         self._run(lambda: dist.all_to_all_single(arrived, rows, group=self.group, async_op=True))
@@ -374,11 +377,6 @@ def _layout(dtype: torch.dtype, wire: torch.dtype | None, length: int) -> WireFo
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Gather the messages of all ranks into `arrived`; the name of the function depends on torch's version."""
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group, async_op=True)
-
-
-def _sum_rows(summed: Tensor, rows: Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Reduce-scatter `rows`, one for each rank; the name of the function depends on torch's version."""
-    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(summed, rows, group=group, async_op=True)
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:

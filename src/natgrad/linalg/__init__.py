@@ -135,12 +135,15 @@ def solve_rank_one(W: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     return torch.baddbmm(W, g * share, a.mT, alpha=-1).div_(damping)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right`` in the wider dtype of both, with the factors rounded to the narrower."""
+def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return ``left @ right`` in the wider dtype of both, with the factors rounded to the narrower.
+
+    `out` is used only if both have the same dtype and no gradients are recorded.
+    """
     # `matmul` copies the transpose of a single matrix. (`len` of a tensor is slow.)
     stacks = left.ndim == right.ndim == 3 and left.shape[0] == right.shape[0]
     multiply = torch.bmm if stacks else torch.matmul
     if left.dtype == right.dtype:
-        return multiply(left, right)
+        return multiply(left, right) if torch.is_grad_enabled() else multiply(left, right, out=out)
     narrow, wide = sorted((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
     return multiply(left.to(narrow), right.to(narrow)).to(wide)

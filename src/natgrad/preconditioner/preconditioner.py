@@ -684,7 +684,7 @@ class Preconditioner:
                 selects (`natgrad.HyLo`) and factors of one rank's samples ("dp").
         """
         scaling, runtime, root = self._scaling, self._communicator, self._structure.root
-        check_comparison(batch, loss_fn, dtype, self._structure, runtime.ranks)
+        check_comparison(loss_fn, dtype, self._structure, runtime.ranks)
         allowed = "called when no step is under way"
         require(not self.has_pending_backward, "verify()", "called between backward and step", allowed)
         summed = scaling.reductions.single == "sum"

@@ -12,7 +12,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from natgrad.capture.restoring import restored, restored_random_state
 from natgrad.curvature import Curvature
@@ -124,16 +124,13 @@ class Outcome:
         )
 
 
-def check_comparison(
-    batch: Any, loss_fn: LossFunction, dtype: torch.dtype | None, structure: Structure, ranks: int
-) -> None:
+def check_comparison(loss_fn: LossFunction, dtype: torch.dtype | None, structure: Structure, ranks: int) -> None:
     """Check the arguments of `natgrad.Preconditioner.verify`, and that one process can compute what the ranks compute.
 
     Raises:
         ValueError: naming the argument, or what one process cannot compute.
     """
     require(callable(loss_fn), "loss_fn", loss_fn, "a function of the model and the batch")
-    _check_batch(batch)
     fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     require(fits, "dtype", dtype, "None or a floating dtype")
     for _, curvature in structure.coverage.layers:
@@ -191,14 +188,6 @@ def with_rates_of(optimizer: torch.optim.Optimizer, root: nn.Module, plain: nn.M
 
 
 # --- Batches and models ---------------------------------------------------------------------------------------------
-
-
-def _check_batch(batch: object) -> None:
-    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim]
-    sizes = sorted({len(tensor) for tensor in tensors})
-    shown = type(batch).__name__ if not tensors else f"tensors of {sizes} samples"
-    allowed = "a tensor, or tensors in tuples, lists and dicts, with equally many samples first"
-    require(len(sizes) == 1, "batch", shown, allowed)
 
 
 def on_host(batch: Any) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.sums import BlockSums, StatisticsBuffer
+from natgrad.linalg.device import known_all
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.averages import allocate_averages, restarted_since, weight_of
 from natgrad.state.tensors import along, diagonals
@@ -49,7 +50,8 @@ def _average(piece: BlockSums, fine: Tensor, basis_version: list[int]) -> None:
         if spec.name not in piece.sums:
             continue
         fresh, dims = piece.sums[spec.name], len(piece.sums[spec.name].shape) - 1
-        fresh.masked_fill_(along(~fine, dims), 0)
+        if not known_all(fine):
+            fresh.masked_fill_(along(~fine, dims), 0)
         if restarted is not None and spec.name in group.restarting:
             # These sums used the previous eigenvectors, so they do not belong to the new average.
             fresh.masked_fill_(along(restarted, dims), 0)

@@ -234,7 +234,10 @@ class RowRefresh:
         state of each block's rows. Y is never rounded: it might not stay definite.
         """
         columns, runtime = self.plan.columns, self.runtime
-        for similar in _by_place(runs):
+        places: dict[tuple[torch.device, torch.dtype], list[RowRun]] = {}
+        for run in runs:
+            places.setdefault((run.group.device, run.group.work_dtype), []).append(run)
+        for similar in places.values():
             messages: dict[int, _RowMessage] = {}
             for column in range(columns):
                 own = [run for run in similar if self.plan.column_of(run.layers[0].layer.key) == column]
@@ -300,11 +303,3 @@ class _RowMessage:
                 Y = sent.view(ranks, *run.selection.Y.shape).transpose(0, 1).flatten(1, 2)
             run.finite = state > _NOT_FINITE
             run.selection = kernel.Selection(A, G, Y, state > _SELECTION_FAILED)
-
-
-def _by_place(runs: Sequence[RowRun]) -> list[list[RowRun]]:
-    """Return the runs of each device and dtype."""
-    places: dict[tuple[torch.device, torch.dtype], list[RowRun]] = {}
-    for run in runs:
-        places.setdefault((run.group.device, run.group.work_dtype), []).append(run)
-    return list(places.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -262,16 +262,11 @@ def _exchange(runs: Sequence[TaskRun], workers: Sequence[int], runtime: Communic
             if index == place and sent == dtype:
                 continue  # they have not changed
             pieces = list(zip(owned[index], numbers.split(sizes[index]), strict=True))
-            _write(pieces)
+            for (run, written), values in pieces:
+                if written is not None:
+                    run.write(written, values)
             received = [(run, values) for (run, spec), values in pieces if spec is None]
             if received:
                 success = iter(torch.cat([values for _, values in received]).tolist())
                 for run, values in received:
                     run.success = [next(success) for _ in range(len(values))]
-
-
-def _write(pieces: Iterable[tuple[tuple[TaskRun, TensorSpec | None], Tensor]]) -> None:
-    """Store received tensors."""
-    for (run, spec), values in pieces:
-        if spec is not None:
-            run.write(spec, values)
