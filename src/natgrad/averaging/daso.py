@@ -5,6 +5,7 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 from typing import Any, Literal
@@ -30,11 +31,12 @@ from natgrad.averaging.merge import (
     Momenta,
     Momentum,
     check_owners,
+    is_replicated,
 )
 from natgrad.averaging.nodes import Grid, Nodes, check_equal
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
 from natgrad.distributed import fsdp
-from natgrad.errors import AveragingError, DivergedError, require
+from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -177,11 +179,9 @@ class DASO:
         """Parameters and averaged momenta in warm-up and cool-down."""
         self._cycling = AveragedTensors("parameters", self._parameters, self.parameters, merge, cycling_wire)
         """Parameters in the cycling phase."""
-        self._factors = None
-        if preconditioner is not None:  # each rank of a node keeps all running averages, or those of its layers
-            plan, ranks = preconditioner.plan, range(self.grid.inside.ranks)
-            everyone = not all(plan.keeps_averages(key, rank) for key in plan.assignments for rank in ranks)
-            self._factors = Factors(self.exchange("factors", everyone=everyone), preconditioner)
+        replicated = preconditioner is not None and is_replicated(preconditioner, self.grid.inside.ranks)
+        factors = self.exchange("factors", everyone=not replicated)
+        self._factors = None if preconditioner is None else Factors(factors, preconditioner)
         momenta = AveragedTensors("momenta", self.exchange("momenta"), self._momenta.tensors)
         others = (momenta if momentum == "average" else None, self._factors)
         self._averaged: list[AveragedTensors] = [self._cycling, *(tensors for tensors in others if tensors is not None)]
@@ -194,6 +194,8 @@ class DASO:
         """Whether all ranks have the same parameters."""
         self._has_average = False
         """Whether the gradients of this step have been averaged."""
+        self._preconditioned = self._preconditioner_steps()
+        """The preconditioner's steps when the last step ended."""
         self._closed = False
 
     # --- A step -------------------------------------------------------------------------------------------------
@@ -214,10 +216,15 @@ class DASO:
                 process group.
         """
         self._check_open()
+        averages = self._gradients is not None and self.grid.inside.ranks > 1 and not self._has_average
+        if averages and self._preconditioner_steps() > self._preconditioned:
+            problem = "preconditioner.step() was called before the gradients were averaged over the node"
+            warnings.warn(f"natgrad: {problem}: call daso.average_gradients() first", NatgradWarning, stacklevel=2)
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
         if self._equal and self.grid.nodes > 1:
             (self._blocking if blocking else self._cycling).start_reference()
         self.step_optimizer()
+        self._preconditioned = self._preconditioner_steps()
         if loss is not None:  # summed without waiting for the device
             self._loss_sum = self._loss_sum + (loss.detach().double() if isinstance(loss, Tensor) else loss)
             self._loss_count += 1
@@ -440,6 +447,7 @@ class DASO:
         self._blocking.drop_reference()
         if state["anchored"]:
             self._blocking.start_reference()
+        self._preconditioned = self._preconditioner_steps()
 
     # --- Tensors and exchanges ----------------------------------------------------------------------------------
 
@@ -571,6 +579,9 @@ class DASO:
     def _check_open(self) -> None:
         if self._closed:
             raise AveragingError("this DASO was detached")
+
+    def _preconditioner_steps(self) -> int:
+        return 0 if self._preconditioner is None else self._preconditioner._progress.step
 
     def _has_gradients(self) -> bool:
         """Return whether any parameter has a gradient; a scaler raises without one."""

@@ -284,6 +284,12 @@ class Factors(AveragedTensors):
             torch._foreach_copy_(weights, merged_weights)
 
 
+def is_replicated(preconditioner: Preconditioner, ranks: int) -> bool:
+    """Return whether each of the `ranks` ranks of a node keeps the running averages of all layers."""
+    plan = preconditioner.plan
+    return all(plan.keeps_averages(key, rank) for key in plan.assignments for rank in range(ranks))
+
+
 def check_owners(preconditioner: Preconditioner, grid: Grid) -> None:
     """Check that the preconditioner uses the ranks of the node, and that nodes have equal sizes.
 

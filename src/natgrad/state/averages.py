@@ -67,6 +67,12 @@ def corrected(
     return {**averages, **read_memory(group, blocks, names)}
 
 
+def live_averages(group: BlockGroup, blocks: slice | Tensor) -> dict[str, Tensor]:
+    """Return the running averages of some blocks that preconditioning reads."""
+    names = [spec.name for spec in group.statistics if spec.used_by_precondition]
+    return corrected(group, blocks, names) if names else {}
+
+
 def restart(group: BlockGroup, task: Task, blocks: list[int]) -> None:
     """Restart the averages in `Task.restarts` of `blocks` whose task has succeeded."""
     if not task.restarts:

@@ -15,7 +15,7 @@ from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.guard import FailureCounters
-from natgrad.state.averages import allocate_memory, corrected
+from natgrad.state.averages import allocate_memory, live_averages
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.epochs import add_gradients
 from natgrad.state.failures import Level
@@ -98,9 +98,7 @@ def _solve(group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping
                 state[name] = values if known_all(finite) else torch.where(is_finite, values, state[name])
                 memory.write(name, index, state[name])
         names = group.state.results if has_results else ()
-        live = [spec.name for spec in group.statistics if spec.used_by_precondition]
-        averages = corrected(group, index, live) if live else {}
-        computed = read_results(group, names, index, W.dtype)
+        computed, averages = read_results(group, names, index, W.dtype), live_averages(group, index)
         solved = group.curvature.precondition(computed, averages, state, gradient, damping * group.factor)
         if step >= len(W):
             return solved
