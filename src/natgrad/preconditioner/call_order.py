@@ -96,8 +96,8 @@ class CallOrder:
         if untouched or not self._progress.has_curvature or all(slot.parameter.grad is None for slot in slots):
             self._warn_once(
                 "step() comes without a backward pass since the last one, or its layers saw none: call "
-                "preconditioner.step() once after each loss.backward(), and build the Preconditioner before a compiled "
-                "function calls the model"
+                "preconditioner.step() (a PreconditionedOptimizer's step does) once after each loss.backward(), and "
+                "build the Preconditioner, or the optimizer that holds it, before the forward pass"
             )
         return not untouched
 

@@ -196,7 +196,7 @@ class PreconditionedOptimizer(Optimizer):
     def __reduce__(self) -> NoReturn:
         """Refuse to copy: the hooks of the copy would be those of the original."""
         raise TypeError(
-            "a PreconditionedOptimizer is neither copied nor pickled: build one for the copy of the model, and load "
+            f"a {type(self).__name__} is neither copied nor pickled: build one for the copy of the model, and load "
             "its state_dict(gather=True)"
         )
 

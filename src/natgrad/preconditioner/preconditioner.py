@@ -125,7 +125,8 @@ class Preconditioner:
                 ``default_damping`` of each layer's curvature, which is 0.1 for `natgrad.SNGD`, `natgrad.HyLo` and
                 `natgrad.RankOne` and 1e-3 for the others. ``metrics()["damping"]`` then shows that of the first.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16). None: off. Without an optimizer the default is
-                off, and an explicit value is an error.
+                off, and an explicit value is an error. While ``metrics()["kl_scale"]``, ν, is below 1, the bound sets
+                the length of the step, and a larger learning rate changes nothing.
             reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, or "sum" over
                 samples.
 

@@ -143,7 +143,8 @@ def checked(
     require(fits, "state['blocks']", type(loaded).__name__, "a dict of dicts of tensors")
     wanted = _shapes(groups, decisions, loaded)
     missing, unknown = sorted(set(wanted) - set(loaded)), sorted(set(loaded) - keys)
-    whole = "where ranks share the work, save state_dict(gather=True)"
+    whole = "the state may be of another curvature, form, dtype or head; where ranks share the work, save "
+    whole += "state_dict(gather=True)"
     require(not missing, "state['blocks']", missing[:5], f"those of the model: each of these is missing; {whole}")
     require(not unknown, "state['blocks']", unknown[:5], "those of the model: each of these is unknown to it")
     for key, shapes in wanted.items():
