@@ -1,13 +1,14 @@
 """Gram products of rows, which all other Gram products use."""
 
 from collections.abc import Iterable
+from math import ceil
 
 from torch import Tensor
 
 from natgrad.linalg.device import on_host
 
 _CPU_PANEL, _GPU_PANEL = 112, 1024
-"""The least number of rows of a product that are computed at a time. A GPU needs few large products."""
+"""About how many rows of a product are computed at a time, or a twelfth of all. A GPU needs few large products."""
 
 
 def add_row_gram_(out: Tensor, rows: Tensor, *, scale: float = 1.0, bias: bool = False) -> None:
@@ -26,7 +27,8 @@ def add_row_gram_(out: Tensor, rows: Tensor, *, scale: float = 1.0, bias: bool =
     if out.ndim == 3 and len(out) == 1:
         out, rows = out[0], rows.flatten(0, -2)
     product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
-    step = max(_CPU_PANEL if on_host(out) else _GPU_PANEL, size // 12)
+    panels = max(1, min(ceil(size / (_CPU_PANEL if on_host(out) else _GPU_PANEL)), 12))
+    step = 16 * max(1, ceil(size / (16 * panels)))  # of nearly equal height
     for start in range(0, size, step):
         stop = min(start + step, size)
         product(out[..., start:stop, :stop], rows[..., start:stop].mT, rows[..., :stop], alpha=scale)
