@@ -168,3 +168,18 @@ def test_not_between_backward_and_step():
         preconditioner.verify(batch(), loss_of)
     preconditioner.step()
     preconditioner.verify(batch(), loss_of)
+
+
+def test_the_model_may_have_changed_since_the_last_step():
+    model, _, preconditioner = training()
+    model[0].weight.requires_grad_(False)
+    assert preconditioner.verify(batch(), loss_and_outputs).worst < 1e-6
+
+
+def test_gradients_are_still_known_to_be_preconditioned_afterwards():
+    model, _, preconditioner = training()
+    preconditioner.verify(batch(), loss_and_outputs)
+    before = model[7].weight.grad.clone()
+    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
+        preconditioner.step()
+    assert torch.equal(model[7].weight.grad, before)

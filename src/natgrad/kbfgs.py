@@ -340,8 +340,8 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
 def damped(s: Tensor, y: Tensor, Hy: Tensor, mu: float) -> tuple[Tensor, Tensor]:
     """Return s and y ``[N, d]`` after double damping, with sᵀy > 0 unless s is zero (Goldfarb 2020, algorithm 2).
 
-    First ``s ← θ s + (1 - θ) Hy`` where sᵀy < μ1 yᵀHy, with the θ that makes both equal; then likewise ``y ← θ y + (1 -
-    θ) s`` where sᵀy < μ2 sᵀs; `mu` is μ2.
+    First ``s ← θ s + (1 - θ) Hy`` where sᵀy < μ1 yᵀHy, with the θ that makes both equal. Then likewise
+    ``y ← θ y + (1 - θ) s`` where sᵀy < μ2 sᵀs; `mu` is μ2.
     """
     sy, yHy = inner(s, y), inner(y, Hy)
     theta = _share(sy, yHy, _MU)[:, None]

@@ -177,3 +177,15 @@ def test_a_step_that_the_scaler_skips(ranks, placement):
     for parameters in results[1:]:
         assert all(torch.equal(value, results[0][name]) for name, value in parameters.items())
     assert all(value.isfinite().all() for value in results[0].values())
+
+
+def told_twice():
+    """Build a preconditioner that averages gradients itself, and then one that leaves this to DDP."""
+    wrapped = DistributedDataParallel(nn.Linear(2, 2))
+    natgrad.Preconditioner(wrapped, gradients="reduce").detach()
+    with pytest.raises(ValueError, match="'reduce' for a model that has had a preconditioner"):
+        natgrad.Preconditioner(wrapped)
+
+
+def test_a_wrapper_that_no_longer_averages_is_not_relied_on(ranks):
+    ranks.run(2, told_twice)

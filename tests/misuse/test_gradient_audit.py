@@ -24,6 +24,15 @@ def normalised():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
+def convolutional():
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 6, 2, groups=2), nn.Tanh(), nn.Flatten(), Thirds())
+
+
+class Thirds(nn.Module):
+    def forward(self, x):
+        return x.unflatten(1, (3, -1)).sum(2)
+
+
 MODELS = [with_bias, without_bias, normalised]
 
 
@@ -57,7 +66,7 @@ def scale(factor):
     return change
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [*MODELS, convolutional])
 def test_gradients_as_they_came_are_silent(make):
     torch.manual_seed(0)
     assert train(make(), steps=5) == []
@@ -71,10 +80,12 @@ def test_clipped_gradients(make):
     assert "gradients clipped" in texts[0]
 
 
-def test_the_factor_is_named():
+@pytest.mark.parametrize("make", [*MODELS, convolutional])
+@pytest.mark.parametrize("factor", [2.5, 0.9])
+def test_the_factor_is_named(make, factor):
     torch.manual_seed(0)
-    (text,) = train(with_bias(), scale(2.5))
-    assert ".grad is 2.5 times" in text
+    (text,) = train(make(), scale(factor))
+    assert f".grad is {factor} times" in text
 
 
 def test_a_scaler_that_the_preconditioner_does_not_know():

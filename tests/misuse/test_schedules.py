@@ -23,6 +23,8 @@ def test_epochs_too_short_for_a_message_and_its_merge(between):
     with pytest.raises(ValueError, match=r"below steps_per_epoch .48., or no message is ever merged"):
         daso(steps_per_epoch=48, batches_between=between, batches_to_wait=2)
     assert daso(steps_per_epoch=between + 3, batches_between=between, batches_to_wait=2) is not None
+    synchronous = {"epochs": 3, "warmup_epochs": 3, "cooldown_epochs": 0}  # sends no such messages
+    assert daso(steps_per_epoch=48, batches_between=between, batches_to_wait=2, **synchronous) is not None
 
 
 class Preconditioned:

@@ -138,12 +138,12 @@ class DASO:
             ValueError: if an argument is not allowed. Nothing has been changed then.
             AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
-        given = dict(locals())
-        options = {name: given[name] for name in OPTIONS}
+        options = {name: value for name, value in locals().items() if name in OPTIONS}
         check_options(options)
         self._epochs = Epochs.of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
-        self._cycle.check_fits(steps_per_epoch)
+        if self._epochs.cycles:
+            self._cycle.check_fits(steps_per_epoch)
         self._preconditioner = preconditioner = _find_preconditioner(optimizer, preconditioner)
         check_arguments(model, optimizer, mesh, nodes, scaler)
         self.model, self.optimizer, self._scaler = model, optimizer, scaler

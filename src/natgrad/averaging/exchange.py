@@ -143,6 +143,7 @@ class Exchange:
 
         Messages may be sent in the narrower dtype `wire`, in two collectives that round less if all ranks wait at once
         (`blocking`). With `reference`, messages that are equal on all nodes, only the differences from it are sent.
+        With `keep` the messages of this node are kept as `PendingAverage.sent`.
         """
         packing, weight = Packing(tensors), self.grid.weights[self.grid.node]
         messages = packing.pack(tensors)
@@ -166,9 +167,9 @@ class Exchange:
             pending.gather = lambda: self._gather(chunks)
         return pending
 
-    def mean_(self, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
+    def mean_(self, tensors: Sequence[Tensor]) -> None:
         """Average `tensors` over the nodes in place, and wait. All ranks then hold the same bits."""
-        pending = self.send(tensors, wire=wire, blocking=True)
+        pending = self.send(tensors, blocking=True)
         pending.packing.unpack(pending.mean(), tensors)
 
     def sum_inside_(self, tensors: Sequence[Tensor]) -> None:

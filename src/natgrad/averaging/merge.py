@@ -114,9 +114,9 @@ class AveragedTensors:
             if self._merge == "paper":  # needs sums of tensors; "delta" needs sums of differences
                 summed = list(torch._foreach_mul(self.reference, nodes))
         sent = packing.views(pending.sent or summed)
-        for current, own, sums in zip(packing.flats(tensors), sent, packing.views(summed), strict=True):
+        for current, own_sent, sums in zip(packing.flats(tensors), sent, packing.views(summed), strict=True):
             if self._merge == "delta":
-                merge_delta_(current, own, sums, nodes)
+                merge_delta_(current, own_sent, sums, nodes)
             else:
                 merge_paper_(current, sums, waited, nodes)
         self._write(tensors)

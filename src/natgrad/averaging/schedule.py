@@ -53,6 +53,11 @@ class Epochs:
         return cls(steps=steps_per_epoch, total=total, warmup=round(warmup * unit), cooldown=round(cooldown * unit))
 
     @property
+    def cycles(self) -> bool:
+        """Whether there are batches between warm-up and cool-down."""
+        return self.total is None or self.warmup < self.total - self.cooldown
+
+    @property
     def phase(self) -> Phase:
         """The phase of the next batch."""
         return self.phase_at(self.batches)

@@ -21,15 +21,18 @@ _NUMBERS = 32
 _ROUNDING, _ROUNDING_NARROW = 1e-4, 2e-3
 # The relative difference that is tolerated, for example the gradient of a penalty on the parameters. If less remains
 # after multiplication by a factor, the warning names the factor.
-_TOLERANCE, _ALIKE = 0.3, 0.05
+_TOLERANCE, _PROPORTIONAL = 0.3, 0.05
+# The smallest difference of a factor from 1 that counts if nothing else differs.
+_FACTOR = 0.02
 
 
 class GradientAudit:
     """Compares the gradient of a weight with the inputs and output gradients that the hooks have captured.
 
     The first row of the gradient of a linear layer is the sum of its inputs times the gradients of its first output.
-    Some numbers of this row of the last linear layer are compared in the first three steps. If gradients are averaged
-    over ranks, so are the sums. The next step warns.
+    Some numbers of this row of the last linear layer are compared in the first three steps; without a linear layer
+    those of the last bias, whose gradient is the sum of the output gradients. If gradients are averaged over ranks, so
+    are the sums. The next step warns.
     """
 
     def __init__(self, *, reduces: bool = False, ignores_factors: bool = False) -> None:
@@ -40,10 +43,12 @@ class GradientAudit:
         self._pending: Tensor | None = None  # the inner products that `report` reads ``[4]``
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Choose the compared layer, the same on all ranks: the last linear one that shares its weight with none."""
-        linear = [layer for layer in layers if type(layer.module) is nn.Linear and not layer.others]
-        weights = [(layer, slot) for layer in linear for slot in layer.slots if slot.leaf == "weight"]
-        self._chosen = weights[-1] if weights else None
+        """Choose the compared layer, the same on all ranks: the last linear one with a weight of its own."""
+        single = [(layer, slot) for layer in layers if not layer.others for slot in layer.slots]
+        weights = [each for each in single if type(each[0].module) is nn.Linear and each[1].leaf == "weight"]
+        biases = [each for each in single if each[0].form == "matrix" and each[1].leaf == "bias"]
+        chosen = weights or biases
+        self._chosen = chosen[-1] if chosen else None
         self.forget()
 
     def wants(self, layer: str) -> bool:
@@ -56,8 +61,12 @@ class GradientAudit:
         if not gradient.numel():
             return
         dtype = torch.promote_types(gradient.dtype, torch.float32)
-        a, g = (rows.dense()[0].flatten(0, 1).to(dtype) for rows in layer.rows(inputs, gradient, samples))
-        a, g = a[:, :_NUMBERS], g[:, 0]
+        if self._chosen is not None and self._chosen[1].leaf == "bias":
+            outputs = layer.gradient_rows(gradient, samples).dense()[0].flatten(0, 1)
+            a, g = outputs[:, :_NUMBERS].to(dtype), torch.ones(len(outputs), dtype=dtype, device=gradient.device)
+        else:
+            a, g = (rows.dense()[0].flatten(0, 1).to(dtype) for rows in layer.rows(inputs, gradient, samples))
+            a, g = a[:, :_NUMBERS], g[:, 0]
         rounding = _ROUNDING if gradient.dtype.itemsize >= dtype.itemsize else _ROUNDING_NARROW
         found = torch.stack([g @ a, rounding * (g.abs() @ a.abs())])
         self._sums = found if self._sums is None else self._sums + found
@@ -75,8 +84,8 @@ class GradientAudit:
         if self._left == 0 or self._chosen is None:
             return
         self._left -= 1
-        _, slot = self._chosen
-        parameter, size = slot.parameter, min(_NUMBERS, slot.shape[1])
+        layer, slot = self._chosen
+        parameter, size = slot.parameter, min(_NUMBERS, layer.outputs if slot.leaf == "bias" else slot.shape[1])
         sums = torch.zeros(2, size, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device)
         if self._sums is not None:
             sums += self._sums[:, :size]
@@ -84,14 +93,15 @@ class GradientAudit:
         if runtime.ranks > 1 and not self._reduces:
             runtime.sum_(sums.view(-1), "audit")
             sums /= runtime.ranks
-        start, rows = (0, parameter[:0]) if parameter.grad is None else own_rows(slot.name, parameter.grad)
-        if start == 0 and len(rows):
-            s, noise = sums
-            g = rows[0, :size].to(s)
-            # Divided by the largest number, because squares may overflow.
-            largest = torch.maximum(s.abs().amax(), g.abs().amax()).clamp(min=torch.finfo(g.dtype).tiny)
-            s, noise, g = s / largest, noise / largest, g / largest
-            self._pending = torch.stack([s @ s, s @ g, g @ g, noise @ noise])
+        if parameter.grad is not None:
+            start, rows = own_rows(slot.name, parameter.grad)
+            if start == 0 and len(rows) >= (size if rows.ndim == 1 else 1):
+                s, noise = sums
+                g = (rows if rows.ndim == 1 else rows[0])[:size].to(s)
+                # Divided by the largest number, because squares may overflow.
+                largest = torch.maximum(s.abs().amax(), g.abs().amax()).clamp(min=torch.finfo(g.dtype).tiny)
+                s, noise, g = s / largest, noise / largest, g / largest
+                self._pending = torch.stack([s @ s, s @ g, g @ g, noise @ noise])
         self.forget()
 
     def report(self) -> None:
@@ -105,11 +115,13 @@ class GradientAudit:
         largest, factor = max(captured, actual), product / captured
         rest = max(0.0, actual - factor * product)  # the square of what no factor explains
         difference = rest if self._ignores_factors else captured - 2 * product + actual
-        if difference <= _TOLERANCE**2 * largest + noise:
+        proportional = rest <= _PROPORTIONAL**2 * actual + noise
+        least = _FACTOR if proportional else _TOLERANCE
+        if difference <= least**2 * largest + noise:
             return
         self._left = 0
         text = f".grad differs by {math.sqrt(difference / largest):.2g}, relatively, from the gradient"
-        if rest <= _ALIKE**2 * actual + noise:
+        if proportional:
             text = f".grad is {factor:.4g} times the gradient"
         text = f"natgrad: {text} captured in the backward passes of a step. {self._causes()}"
         warnings.warn(text, NatgradWarning, stacklevel=4)  # of `step`

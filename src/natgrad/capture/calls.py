@@ -18,7 +18,7 @@ class Saved:
     """A tensor saved through autograd's saved-tensor hooks, which may recompute it (checkpoints) or offload it."""
 
     def __init__(self, tensor: Tensor, source: SharedInput | None = None) -> None:
-        """Keep `tensor`, without its graph; other layers read the same `source`."""
+        """Keep `tensor`, without its graph; `source` if several layers read it."""
         self.source = source
         self.outline = self._plain = tensor.detach()
         self._anchor: Tensor | None = None

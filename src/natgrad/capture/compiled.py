@@ -13,10 +13,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
-
-SEES_COMPILED = TorchVersion(torch.__version__) >= TorchVersion("2.13")
-"""Whether gradient hooks run in compiled models: backward graphs of torch 2.11 drop hooks without outputs."""
 
 
 class Receiver(Protocol):

@@ -152,7 +152,7 @@ class Reductions:
     # --- How many terms count -----------------------------------------------------------------------------------
 
     def check_count(self, count: object, layers: Iterable[str], seen: Callable[[str], int]) -> None:
-        """Check the argument of `natgrad.Preconditioner.step`, for `layers` of which so many positions were `seen`.
+        """Check the argument of `natgrad.Preconditioner.step`; `seen` returns the number of positions of a layer.
 
         Raises:
             ValueError: if `count` has another form, or is passed for layers whose reduction is not "tokens".

@@ -96,7 +96,7 @@ class BucketedStatistics(StatisticsBuffer):
     def send_complete(self, parameters: Iterable[Tensor], flush: Callable[[str], None], *, first: bool) -> None:
         """Send the buckets that are complete after DDP has reduced the gradients of `parameters`.
 
-        These are the `first` ones of a pass, or not. `flush` is called with each layer before its sums are sent.
+        `first`: they are the first ones of a backward pass. `flush` is called with each layer before its sums are sent.
         """
         if first:
             self._reduced.clear()

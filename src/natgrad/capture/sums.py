@@ -182,7 +182,7 @@ class Bucket:
     @property
     def completes_locally(self) -> bool:
         """Whether `wait` completes without further messages of this rank."""
-        return all(work.whole for work in self._works)
+        return all(work.wait_is_local for work in self._works)
 
     def wait(self) -> None:
         """Wait for the sums of all ranks, if they are in progress."""

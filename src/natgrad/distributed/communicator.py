@@ -39,7 +39,11 @@ def is_lost(error: BaseException) -> bool:
 
 
 class Work:
-    """A message that is being sent, which is kept until it has arrived. `whole`: `wait` is not collective."""
+    """A message that is being sent, which is kept until it has arrived.
+
+    Attributes:
+        wait_is_local: Whether `wait` needs no other rank.
+    """
 
     def __init__(
         self,
@@ -48,9 +52,9 @@ class Work:
         work: dist.Work | None = None,
         finish: Callable[[], object] | None = None,
     ) -> None:
-        """Wrap the `work` that sends a `message`, and a function to `finish` it, which is collective."""
+        """Wrap the `work` that sends a `message`, and a function to `finish` it, which may be collective."""
         self._runtime, self._message, self._work, self._finish = runtime, message, work, finish
-        self.whole = finish is None
+        self.wait_is_local = finish is None
 
     def wait(self) -> None:
         """Wait for the result; further calls do nothing."""
@@ -60,7 +64,7 @@ class Work:
         if self._finish is not None:
             self._finish()
         self._work = self._finish = None
-        self.whole = True
+        self.wait_is_local = True
 
     def drop(self) -> None:
         """Wait until the message may be freed, without its result; all ranks must call it."""
@@ -266,7 +270,7 @@ class Communicator:
         ranks: Sequence[int],
         wire: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """Return the vectors that each of some `ranks` owns, of these `sizes`, on all of these ranks.
+        """Return on each of some `ranks` the vectors of all of them; `sizes` are their lengths.
 
         This reverses `reduce_to_owners`, without sums. Ranks that own more than an even slice send their surplus to
         the slices of others; then all ranks gather the slices. Owners also use the rounded values, so that all ranks

@@ -48,8 +48,8 @@ class Assignment:
 class Collective:
     """A collective of `ranks` on a flat bucket.
 
-    `sizes` is the number of elements of an all-reduce, or the number that each rank owns; owners receive sums
-    (`reduces`) or send their elements to all ranks.
+    `sizes` is the number of elements of an all-reduce, or a tuple of the numbers that the ranks own. In the latter case
+    owners receive sums (`reduces`) or send their elements to all ranks.
     """
 
     ranks: Sequence[int]

@@ -115,14 +115,18 @@ class SharedInput:
         gram, kind = self._gram, (rows.matrix.shape, rows.bias, like.dtype)
         if gram is None or kind != self._kind:
             gram, self._kind, self._waiting = torch.zeros_like(like), kind, self.readers
-            rows.add_own_gram_(gram)
+            rows.add_unshared_gram_(gram)
         self._waiting -= 1
         self._gram = gram if self._waiting else None
         return gram
 
 
 class MatrixRows(Rows):
-    """Rows of one block, features last: ``matrix [B T, d]``, with an implicit trailing 1 if `bias`."""
+    """Rows of one block, features last: ``matrix [B T, d]``, with an implicit trailing 1 if `bias`.
+
+    Attributes:
+        source: The tensor that they are of, if several layers read it; they share its Gram matrix.
+    """
 
     source: SharedInput | None = None
 
@@ -135,9 +139,9 @@ class MatrixRows(Rows):
         if self.source is not None and self.source.readers > 1:
             out.add_(self.source.gram(self, out), alpha=scale)
         else:
-            self.add_own_gram_(out, scale=scale)
+            self.add_unshared_gram_(out, scale=scale)
 
-    def add_own_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+    def add_unshared_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
         """Add the Gram matrix, which other readers of the input do not use."""
         gram.add_row_gram_(out[0], self.matrix, scale=scale, bias=self.bias)
 

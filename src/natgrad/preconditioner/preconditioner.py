@@ -39,7 +39,7 @@ from natgrad.preconditioner.coverage import warn_of_idle
 from natgrad.preconditioner.explanation import Explanation, describe_damping, explain
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
-from natgrad.preconditioner.gradients.reduction import take_over_reduction
+from natgrad.preconditioner.gradients.reduction import check_averages, take_over_reduction
 from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
@@ -216,6 +216,8 @@ class Preconditioner:
         check_reduction(model, runtime, gradients)
         if reduces:
             take_over_reduction(model)
+        elif runtime.ranks > 1:
+            check_averages(model)
         self._listen()
         # With gradients="reduce" a rank without samples has no backward pass, and still takes part.
         always = reduces and runtime.ranks > 1
@@ -680,15 +682,17 @@ class Preconditioner:
             The largest relative difference of each layer, and the largest of all as ``worst``.
 
         Raises:
-            ValueError: if an argument is not allowed, if a backward pass has not been followed by `step`, or if one
-                process cannot compute what is compared: sampled labels, and on several ranks rows that each rank
+            ValueError: if `loss_fn` or `dtype` is not allowed, if a backward pass has not been followed by `step`, or
+                if one process cannot compute what is compared: sampled labels, and on several ranks rows that each rank
                 selects (`natgrad.HyLo`) and factors of one rank's samples ("dp").
         """
+        self._follow_model()
         scaling, runtime, root = self._scaling, self._communicator, self._structure.root
         check_comparison(loss_fn, dtype, self._structure, runtime.ranks)
         allowed = "called when no step is under way"
         require(not self.has_pending_backward, "verify()", "called between backward and step", allowed)
         summed = scaling.reductions.single == "sum"
+        untouched = self.call_order.written.untouched()
         try:
             with extra_passes(root), deterministic(root):
                 with self._another(self._model, optimizer=self.optimizer, placement=self.plan.placement) as other:
@@ -707,18 +711,20 @@ class Preconditioner:
         finally:
             self.discard()
             self._listen()
+            if untouched:  # the gradients were copied back
+                self.call_order.written.note(self._structure.slots)
         note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(self._model).__name__}"
         return compare(self._structure, placed, expected, note)
 
     @contextmanager
     def _another(self, model: nn.Module, **options: Any) -> Iterator[Preconditioner]:
         """Build a preconditioner for this model or a copy, with these `options`, before its first refresh."""
-        fixed = {"scaler": None, "guard": Guard(limit=None)}
+        arguments = {**self._arguments, "scaler": None, "guard": Guard(limit=None), **options}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NatgradWarning)  # this preconditioner gives them
-            other = type(self)(model, **{**self._arguments, **fixed, **options})
-            now = {"step": self._progress.step, "epochs": self._epochs.state_dict()}
-            other.load_state_dict({**other.state_dict(), **now})
+            other = type(self)(model, **arguments)
+            progress = {"step": self._progress.step, "epochs": self._epochs.state_dict()}
+            other.load_state_dict({**other.state_dict(), **progress})
             try:
                 yield other
             finally:
@@ -731,11 +737,11 @@ class Preconditioner:
         if self._communicator.group is not None:
             group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         optimizer = None if self.optimizer is None else with_rates_of(self.optimizer, self._structure.root, plain)
-        alone = {"process_group": group, "mesh": None, "placement": "comm-opt", "refresh": None}
-        plainly = {"gradients": "averaged", "accumulation": "mean"}
-        precision = replace(self._structure.precision, wire=None)
+        one_process = {"process_group": group, "mesh": None, "placement": "comm-opt", "refresh": None}
+        one_process |= {"gradients": "averaged", "accumulation": "mean", "optimizer": optimizer}
+        one_process["precision"] = replace(self._structure.precision, wire=None)
         try:
-            with self._another(plain, optimizer=optimizer, precision=precision, **alone, **plainly) as other:
+            with self._another(plain, **one_process) as other:
                 yield other
         finally:
             if group is not None:

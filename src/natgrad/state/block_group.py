@@ -80,7 +80,7 @@ class BlockState:
         ready: For each layer, whether `results` is complete.
         basis_version: How often each block's running averages were restarted (`Task.restarts`).
         place: The device of the tensors and the dtype in which statistics are summed.
-        plain: The parameter while its layer is not gathered (FSDP2), by which `place` is found.
+        plain: An empty tensor with the dtype and device of a parameter under FSDP2, which may be gathered or not.
     """
 
     good: dict[str, list[bool]]

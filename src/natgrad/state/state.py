@@ -143,15 +143,17 @@ def checked(
     require(fits, "state['blocks']", type(loaded).__name__, "a dict of dicts of tensors")
     wanted = _shapes(groups, decisions, loaded)
     missing, unknown = sorted(set(wanted) - set(loaded)), sorted(set(loaded) - keys)
-    whole = "the state may be of another curvature, form, dtype or head; where ranks share the work, save "
-    whole += "state_dict(gather=True)"
-    require(not missing, "state['blocks']", missing[:5], f"those of the model: each of these is missing; {whole}")
+    hint = (
+        "the state may be of another curvature, form, dtype or head; where ranks share the work, save "
+        "state_dict(gather=True)"
+    )
+    require(not missing, "state['blocks']", missing[:5], f"those of the model: each of these is missing; {hint}")
     require(not unknown, "state['blocks']", unknown[:5], "those of the model: each of these is unknown to it")
     for key, shapes in wanted.items():
         for name, shape in shapes.items():
             tensor = loaded[key].get(name)
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
-            allowed = f"a tensor of shape {shape}" + (f": {whole}" if tensor is None else "")
+            allowed = f"a tensor of shape {shape}" + (f": {hint}" if tensor is None else "")
             require(found == shape, f"state['blocks'][{key!r}][{name!r}]", found, allowed)
     _check_tensors(loaded, groups)
     return state

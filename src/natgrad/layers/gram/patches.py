@@ -17,7 +17,9 @@ _FEW = 64
 
 
 def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
-    """Add ``scale`` Σ_b Σ_t g gᵀ to ``out [n, c, c]``, g being the channels of ``maps [B, n c, *spatial]``.
+    """Add ``scale`` Σ_b Σ_t g gᵀ to the lower triangles of ``out [n, c, c]``.
+
+    g are the channels of ``maps [B, n c, *spatial]``.
 
     Maps of any strides and floating dtype are cast to the dtype of ``out``.
     """
@@ -36,10 +38,10 @@ def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
 
 
 def add_patch_gram_(out: Tensor, maps: Tensor, window: Window, *, bias: bool = False, scale: float = 1.0) -> None:
-    """Add ``scale`` Σ_b Σ_t a aᵀ to ``out [n, i, i]``, a being the patches of ``maps [B, C, *spatial]``.
+    """Add ``scale`` Σ_b Σ_t a aᵀ to the lower triangles of ``out [n, i, i]``.
 
-    i is C/n · Π kernel_size, and one more when ``bias``: patches then end in a 1. Maps of any strides and floating
-    dtype are cast to the dtype of ``out``.
+    a are the patches of ``maps [B, C, *spatial]``; i is C/n · Π kernel_size, and one more when ``bias``: patches then
+    end in a 1. Maps of any strides and floating dtype are cast to the dtype of ``out``.
     """
     maps, groups, piece = maps.to(out.dtype), len(out), _piece(out)
     square = out[:, :-1, :-1] if bias else out

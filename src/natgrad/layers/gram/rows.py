@@ -12,10 +12,11 @@ _CPU_PANEL, _GPU_PANEL = 112, 1024
 
 
 def add_row_gram_(out: Tensor, rows: Tensor, *, scale: float = 1.0, bias: bool = False) -> None:
-    """Add ``scale`` XᵀX to ``out``, X being ``rows`` with a trailing 1 appended to each when ``bias``.
+    """Add ``scale`` XᵀX to the lower triangle of ``out``.
 
-    The ones are not stored: their products are the sum of the rows and their number. On one core this takes 0.8, 0.7
-    and 0.65 of the time of the full product at d = 256, 576 and 1024.
+    X are ``rows``, with a trailing 1 appended to each when ``bias``. The ones are not stored: their products are the
+    sum of the rows and their number. On one core this takes 0.8, 0.7 and 0.65 of the time of the full product at
+    d = 256, 576 and 1024.
 
     Args:
         out: ``[d, d]`` or stacked ``[N, d, d]``, with one more row and column when ``bias``.

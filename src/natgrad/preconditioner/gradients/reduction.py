@@ -16,7 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.distributed import Communicator, flatten, unflatten
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, require
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import at_least_float32
@@ -161,6 +161,12 @@ def _write(parts: Sequence[_Rows], summed: Tensor) -> None:
     gradients = [part.gradient for part in parts if part.gradient is not None]
     if gradients:
         torch._foreach_copy_(gradients, unflatten(summed, gradients))
+
+
+def check_averages(model: nn.Module) -> None:
+    """Raise a ``ValueError`` if an earlier preconditioner has stopped this model's wrapper from averaging gradients."""
+    allowed = "'reduce' for a model that has had a preconditioner with gradients='reduce'"
+    require(model not in _taken_over, "gradients", "averaged", allowed)
 
 
 def take_over_reduction(model: nn.Module) -> None:

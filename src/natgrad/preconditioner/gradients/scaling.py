@@ -91,8 +91,9 @@ class Scaling:
             return None
         results = [state["found_inf_per_device"] for state in self._unscaled()]
         found = torch.zeros(1, dtype=torch.float32, device=device)
-        for flag in (flag for flags in results for flag in flags.values()):
-            found += flag.to(device)
+        for flags in results:
+            for flag in flags.values():
+                found += flag.to(device)
         if runtime.ranks > 1:
             runtime.sum_(found, "counters")
         found.clamp_(max=1)

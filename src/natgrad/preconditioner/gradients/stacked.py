@@ -19,7 +19,7 @@ from natgrad.state.failures import Level
 
 @dataclass
 class HeldRows:
-    """Rows of a preconditioned gradient that this rank holds of another's layer, which begins at `block`."""
+    """Rows of a preconditioned gradient that this rank holds; the layer, which another rank has, begins at `block`."""
 
     slot: Slot
     rows: range

@@ -38,7 +38,7 @@ _Outcome: TypeAlias = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(eq=False)
 class _Refresh:
-    """A refresh in progress, of the same layers `keys` and `runs` on all ranks, that began in a step `begun`.
+    """A refresh in progress, which began in the step `begun`. Its layers `keys` and its `runs` are equal on all ranks.
 
     `pieces` holds, for each run of this rank, the blocks that are decomposed together and the futures of their results.
     `before` is the step that started the previous refresh.
