@@ -1,21 +1,21 @@
 """Time `natgrad.NaturalMuon` beside torch's Muon and a lean one in float32: whole training steps of one process.
 
-``python -m benchmarks.muon`` times a transformer encoder. Steps between refreshes and those of a refresh are timed
-apart, interleaved; the ratio is that of a cycle of ``--interval`` steps, one of which refreshes. Capture is what the
-forward and backward pass of a refresh take more than those of other steps, as a share of the cycle.
+``python -m benchmarks.muon`` times a transformer encoder with every method at its defaults, a step of each in turn, over
+whole cycles of natural Muon's interval. "dearest" is the longest step of a cycle over the median one; "state" the bytes
+of the optimizer's state over those of the parameters.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import natgrad
@@ -24,7 +24,7 @@ from benchmarks.models import Encoder, Workload
 from benchmarks.scoreboard.baselines import LeanMuon, split
 
 POSITIONS = 128
-CYCLE = 3  # steps that are timed, of which the first refreshes
+INTERVAL = 25
 
 
 def encoder(width: int, layers: int, tokens: int) -> Workload:
@@ -66,19 +66,18 @@ def lean_muon(model: nn.Module) -> Pair:
     return Pair(LeanMuon(matrices, lr=1e-3, momentum=0.9), AdamW(rest, lr=1e-3))
 
 
-def natural(dtype: torch.dtype | None) -> Callable[[nn.Module], Optimizer]:
-    """Return natural Muon with products in `dtype`, which refreshes in the first step of each cycle."""
-    return lambda model: natgrad.NaturalMuon(
-        model, lr=1e-3, dtype=dtype, refresh=natgrad.Refresh(factors=CYCLE, inverses=CYCLE)
-    )
+def natural(dtype: torch.dtype | Literal["auto"] | None = "auto") -> Callable[[nn.Module], Optimizer]:
+    """Return natural Muon, which refreshes in the first step of each cycle, with products in `dtype`."""
+    rule = natgrad.Refresh(factors=INTERVAL, inverses=INTERVAL, spread=8)
+    return lambda model: natgrad.NaturalMuon(model, lr=1e-3, dtype=dtype, refresh=rule)
 
 
 METHODS: dict[str, Callable[[nn.Module], Pair | Optimizer]] = {
     "AdamW": lambda model: AdamW(model.parameters(), lr=1e-3),
     "torch.optim.Muon": torch_muon,
     "Muon, float32": lean_muon,
-    "NaturalMuon": natural(None),
-    "NaturalMuon, bfloat16": natural(torch.bfloat16),
+    "NaturalMuon": natural(),
+    "NaturalMuon, float32": natural(None),
 }
 
 
@@ -92,29 +91,34 @@ class Trainer:
         self.inputs, self.labels = (each.to(device) for each in workload.data())
         self.optimizer = METHODS[method](self.model)
 
-    def cycle(self) -> dict[str, float]:
-        """Run one cycle; return the seconds of its refresh, the mean of its other steps, and those of their passes."""
-        passes, steps = [], []
-        for _ in range(CYCLE):
-            start = self.clock()
-            self.model.zero_grad()
-            torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.labels))
-            passes.append(self.clock() - start)
-            self.optimizer.step()
-            steps.append(self.clock() - start)
-        return {
-            "refresh": steps[0],
-            "plain": sum(steps[1:]) / (CYCLE - 1),
-            "capture": passes[0] - sum(passes[1:]) / (CYCLE - 1),
-        }
+    def step(self) -> dict[str, float]:
+        """Take a training step; return its seconds."""
+        start = self.clock()
+        self.model.zero_grad()
+        torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.labels))
+        self.optimizer.step()
+        return {"step": self.clock() - start}
+
+    def state(self) -> float:
+        """Return the bytes of the optimizer's state over those of the parameters."""
+        optimizers = self.optimizer.optimizers if isinstance(self.optimizer, Pair) else (self.optimizer,)
+        held = sum(
+            value.nbytes
+            for one in optimizers
+            for state in one.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        if isinstance(self.optimizer, natgrad.NaturalMuon):
+            held += self.optimizer.preconditioner.plan.most_held
+        return held / sum(parameter.nbytes for parameter in self.model.parameters())
 
 
 def main(
     width: Annotated[int, typer.Option(help="Of the encoder.")] = 256,
     layers: Annotated[int, typer.Option(help="Of the encoder.")] = 4,
     tokens: Annotated[int, typer.Option(help="In a batch.")] = 4096,
-    interval: Annotated[int, typer.Option(help="Steps between two refreshes.")] = 25,
-    rounds: Annotated[int, typer.Option(help="Cycles of each method, interleaved.")] = 5,
+    cycles: Annotated[int, typer.Option(help=f"Of {INTERVAL} steps, after a first one.")] = 2,
     clock: Annotated[str, typer.Option(help="'wall' or 'cpu'.")] = "cpu",
     device: Annotated[str, typer.Option(help="Where to train.")] = "cpu",
 ) -> None:
@@ -123,31 +127,33 @@ def main(
     where, workload = torch.device(device), encoder(width, layers, tokens)
     chosen: Clock = "cpu" if clock == "cpu" else "wall"
     trainers = {name: Trainer(workload, name, chosen, where) for name in METHODS}
-    times = interleave({name: one.cycle for name, one in trainers.items()}, rounds=rounds, title=workload.title)
-    whole = {name: (times[f"{name}/refresh"] + (interval - 1) * times[f"{name}/plain"]) / interval for name in METHODS}
-    columns = "step / AdamW's", "step / torch's Muon", "step / Muon's, float32", "refresh / plain", "capture"
-    table = Table("method", *columns)
+    for trainer in trainers.values():
+        trainer.step()  # the first one compares ranks and allocates
+    for trainer in trainers.values():
+        for _ in range(INTERVAL - 1):
+            if isinstance(trainer.optimizer, natgrad.NaturalMuon):
+                trainer.step()
+    subjects = {name: one.step for name, one in trainers.items()}
+    times = interleave(subjects, rounds=cycles * INTERVAL, title=workload.title, warm=True)
+    by_cycle = {name: times[f"{name}/step"].reshape(cycles, INTERVAL) for name in METHODS}
+    whole = {name: found.mean(1) for name, found in by_cycle.items()}
+    table = Table("method", "step / AdamW's", "step / torch's Muon", "step / Muon's, float32", "dearest", "state")
     rows = {}
     for name in METHODS:
+        typical = np.median(by_cycle[name], 0)  # of each step of a cycle
         rows[name] = {
             "AdamW": median(whole[name] / whole["AdamW"]),
             "torch.optim.Muon": median(whole[name] / whole["torch.optim.Muon"]),
             "Muon, float32": median(whole[name] / whole["Muon, float32"]),
-            "refresh over plain": median(times[f"{name}/refresh"] / times[f"{name}/plain"]),
-            "share of capture": median(times[f"{name}/capture"] / (interval * whole[name])),
+            "dearest": float(typical.max() / np.median(typical)),
+            "state": trainers[name].state(),
         }
         table.add_row(name, *(f"{value:.3f}" for value in rows[name].values()))
     Console().print(workload.title)
     Console().print(table)
-    result = {
-        **conditions(chosen, where),
-        "title": workload.title,
-        "interval": interval,
-        "rounds": rounds,
-        "rows": rows,
-    }
+    result = {**conditions(chosen, where), "title": workload.title, "cycles": cycles, "rows": rows}
     suffix = "" if where.type == "cpu" else f"_{where.type}"
-    save(f"muon_{width}{suffix}", json.loads(json.dumps(result)))
+    save(f"muon_{width}{suffix}", result)
 
 
 if __name__ == "__main__":

@@ -106,17 +106,21 @@ def test_adamw_moves_the_last_layer_by_default(head):
         assert plan["convolution.weight"].curvature.startswith("Spectral(power=0.25")
 
 
-def test_refreshes_double_their_distance_up_to_the_interval():
+def test_refreshes_double_their_distance_up_to_the_interval_and_layers_take_turns():
     model = Network()
     optimizer = natgrad.NaturalMuon(model, interval=6, head="spectral")
-    due, before = [], None
-    for step in range(24):
+    refreshed, before = {}, {}
+    for step in range(26):
         train(model, optimizer, step, step + 1)
-        root = optimizer.preconditioner.state_dict()["blocks"]["head.weight"]["root_G"]
-        if before is None or not torch.equal(root, before):
-            due.append(step)
-        before = root
-    assert due == [0, 1, 2, 4, 8, 14, 20]
+        for name, block in optimizer.preconditioner.state_dict()["blocks"].items():
+            if name not in before or not torch.equal(block["root_G"], before[name]):
+                refreshed.setdefault(name, []).append(step)
+            before[name] = block["root_G"].clone()
+    assert len(refreshed) == 6  # attention's queries, keys and values count apart
+    for steps in refreshed.values():
+        spans = zip((0, 1, 2, 4, 8, 14, 20), (1, 2, 4, 8, 14, 20, 26), strict=True)
+        assert all(first <= step < after for step, (first, after) in zip(steps, spans, strict=True))
+    assert len({steps[-1] for steps in refreshed.values()}) > 2
 
 
 def test_resuming_is_bit_exact():

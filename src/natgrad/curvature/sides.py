@@ -55,10 +55,10 @@ class Side:
         """Return the multiply-adds of a decomposition, up to a factor common to both kinds of storage."""
         return float(size) ** 3 if self.full else float(size)
 
-    def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
-        """Return the tensors that `decompose` (form "eigen") or `invert` computes."""
-        if form == "inverse":
-            return (TensorSpec(f"inverse_{name}", self._shape(size), symmetric=self.full),)
+    def writes(self, form: Form | Literal["root"], name: str, size: int) -> tuple[TensorSpec, ...]:
+        """Return the tensors that `decompose` (form "eigen") or `invert` computes, or an inverse root."""
+        if form != "eigen":
+            return (TensorSpec(f"{form}_{name}", self._shape(size), symmetric=self.full),)
         values = TensorSpec(f"v{name}", (size,))
         return (TensorSpec(f"Q{name}", (size, size)), values) if self.full else (values,)
 

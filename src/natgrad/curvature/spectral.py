@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from math import prod
 from typing import Literal
 
@@ -11,10 +12,11 @@ from typing_extensions import override
 
 from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.likelihood import Likelihood
+from natgrad.curvature.sides import Side
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.linalg import product
-from natgrad.linalg.roots import LONG, inverse_root, inverse_square_root, newton_schulz, polar
+from natgrad.linalg.roots import LONG, inverse_root, newton_schulz, polar
 from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
@@ -50,7 +52,7 @@ class Spectral(Curvature):
         self,
         *,
         power: float = 0.25,
-        steps: int | None = 4,
+        steps: int | None = 3,
         momentum: float = 0.9,
         fisher: Literal["empirical", "sampled"] = "empirical",
         factor_decay: float = 0.6,
@@ -58,6 +60,7 @@ class Spectral(Curvature):
         max_factor_size: int | None = 8192,
         groups: int = 1,
         dtype: torch.dtype | None = None,
+        full_factors: bool = False,
     ) -> None:
         """Choose the variant.
 
@@ -70,13 +73,16 @@ class Spectral(Curvature):
             factor_decay: The weight of the old value in the running averages, in [0, 1), for factors that are due about
                 every 25 steps.
             likelihood: As in `KFAC`.
-            max_factor_size: The largest number of inputs or outputs of a layer. Larger layers, such as the head of a
-                large vocabulary, are left to the optimizer: a factor takes d² memory and d³ work. None: any number.
+            max_factor_size: The largest size of a factor that is a matrix. Layers with larger ones are left to the
+                optimizer: a factor takes d² memory and d³ work. None: any number.
             groups: The number of equal groups of outputs with separate polar factors: 3 for a layer that computes
                 queries, keys and values at once. All groups share the factors A and G.
             dtype: That of the update's products. None: the gradient's, at least float32. ``torch.bfloat16``: as
                 ``torch.optim.Muon``; GPUs and some CPUs multiply it several times as fast. Factors and roots are
                 computed in at least float32 in either case.
+            full_factors: Whether all factors are whole matrices. By default the factor of a side that is more than 1.5
+                times as long as the other is its diagonal, and A of a convolution is that of its channels alone, summed
+                over kernel offsets, because a whole one costs most of the time and memory and gains little.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -89,6 +95,9 @@ class Spectral(Curvature):
         check_whole("groups", groups, 1)
         require(dtype in (None, torch.bfloat16), "dtype", dtype, "None or torch.bfloat16")
         require(dtype is None or steps is not None, "dtype", dtype, "None for an exact polar factor (steps=None)")
+        require(isinstance(full_factors, bool), "full_factors", full_factors, "True or False")
+        self.full_factors, self.A, self.G, self.offsets = full_factors, Side(), Side(), 1
+        self._variants: dict[object, Spectral] = {}
         self.max_factor_size, self.groups, self.dtype = max_factor_size, groups, dtype
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
@@ -103,30 +112,48 @@ class Spectral(Curvature):
             return f"{type(self).__name__} is for matrices that map inputs to outputs"
         divides = layer.outputs % self.groups == 0
         require(divides, "groups", self.groups, f"a divisor of the {layer.outputs} outputs of {layer.name}")
-        widest = max(layer.inputs, layer.outputs)
-        if self.power and self.max_factor_size is not None and widest > self.max_factor_size:
+        if not self.power:
+            return self
+        A = G = Side()
+        offsets = 1
+        if not self.full_factors:
+            channels = layer.inputs // layer.offsets
+            A = Side(full=channels <= LONG * layer.outputs)
+            G = Side(full=layer.outputs <= LONG * layer.inputs)
+            offsets = layer.offsets if A.full else 1
+        widest = max(A.full * layer.inputs // offsets, G.full * layer.outputs)
+        if self.max_factor_size is not None and widest > self.max_factor_size:
             return f"{widest} wide, more than max_factor_size={self.max_factor_size}"
-        return self
+        return self._with_factors(A, G, offsets)
+
+    def _with_factors(self, A: Side, G: Side, offsets: int) -> Spectral:
+        """Return the variant with these factors; A is that of the channels if a convolution has several `offsets`."""
+        key = (A, G, offsets)
+        if key == (self.A, self.G, self.offsets):
+            return self
+        if key not in self._variants:
+            variant = copy.copy(self)
+            variant.A, variant.G, variant.offsets, variant._variants = A, G, offsets, {}
+            self._variants[key] = variant
+        return self._variants[key]
 
     @override
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
         if not self.power:
             return ()
         return (
-            Statistic("A", (d_in, d_in), symmetric=True, source="inputs"),
-            Statistic("G", (d_out, d_out), symmetric=True, source="gradients", per="position", gradient_power=2),
+            self.A.statistic("A", d_in // self.offsets, source="inputs", per="sample", gradient_power=0),
+            self.G.statistic("G", d_out, source="gradients", per="position", gradient_power=2),
         )
 
     @override
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
         if not self.power:
             return ()
-        # Convolutions have many more inputs than outputs. `precondition` then takes one product with A_δ^-2p for two
-        # with A_δ^-p, by a form that is too inexact in bfloat16.
-        squared = self.steps and self.dtype is None and d_in > LONG * (d_out // self.groups)
+        factors = (("A", self.A, d_in // self.offsets), ("G", self.G, d_out))
         return tuple(
-            Task(name, (name[0],), (TensorSpec(f"root_{name}", (size, size), symmetric=True),), _ROOT * size**3)
-            for name, size in (("A2" if squared else "A", d_in), ("G", d_out))
+            Task(name, (name,), side.writes("root", name, size), _ROOT * side.cost(size))
+            for name, side, size in factors
         )
 
     @override
@@ -138,9 +165,12 @@ class Spectral(Curvature):
         self, sums: Tensors, inputs: Rows, gradients: Rows, scale: float, computed: Tensors | None = None
     ) -> None:
         if "A" in sums:
-            inputs.add_gram_(sums["A"], scale=1.0)
+            if self.offsets > 1:
+                inputs.add_channel_gram_(sums["A"])
+            else:
+                self.A.add_(sums["A"], inputs, scale=1.0)
         if "G" in sums:
-            gradients.add_gram_(sums["G"], scale=scale * scale)
+            self.G.add_(sums["G"], gradients, scale=scale * scale)
 
     @override
     def compute(
@@ -148,7 +178,7 @@ class Spectral(Curvature):
     ) -> tuple[dict[str, Tensor], Tensor]:
         if not self.power:
             return {}, next(iter(averages.values())).isfinite().flatten(1).all(1)
-        root, succeeded = inverse_root(averages[task[0]], damping, 2 * self.power if task == "A2" else self.power)
+        root, succeeded = inverse_root(averages[task], damping, self.power)
         return {f"root_{task}": root}, succeeded
 
     @override
@@ -157,8 +187,7 @@ class Spectral(Curvature):
 
     @override
     def trace(self, averages: Tensors, d_out: int) -> Tensor:
-        A, G = (averages[name].diagonal(dim1=-2, dim2=-1).sum(-1) for name in ("A", "G"))
-        return A * G
+        return self.A.trace(averages["A"]) * self.G.trace(averages["G"])
 
     @override
     def precondition(
@@ -168,12 +197,15 @@ class Spectral(Curvature):
         if self.dtype is not None:
             update = update.to(self.dtype)
             computed = {name: root.to(self.dtype) for name, root in computed.items()}
+        if self.offsets > 1:  # the elements of an offset come together, as rows of A's columns
+            update = update.unflatten(2, (-1, self.offsets)).mT.flatten(2)
         if computed:
-            update = product(computed["root_G"], update)
+            update = self._from_the_left(update, computed["root_G"])
+        root_A = computed.get("root_A")
         if self.groups > 1:  # each group of outputs is a matrix
             update = update.unflatten(1, (self.groups, -1)).flatten(0, 1)
-            computed = {name: computed[name].repeat_interleave(self.groups, 0) for name in computed.keys() - {"root_G"}}
-        update = self._polar(update, computed).to(gradient.dtype)
+            root_A = None if root_A is None else root_A.repeat_interleave(self.groups, 0)
+        update = self._polar(update, root_A).to(gradient.dtype)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
         norm = torch.linalg.vector_norm(update, dim=(1, 2))
         # Without a gradient a layer does not move. (On a CPU `any` of numbers takes five times as long.)
@@ -181,16 +213,25 @@ class Spectral(Curvature):
         if self.groups > 1:
             moves = moves.repeat_interleave(self.groups)
         scale = torch.where(moves & (norm > 0), size / norm, 0)
-        return update.mul_(scale.view(-1, 1, 1)).reshape(gradient.shape)
+        update = update.mul_(scale.view(-1, 1, 1))
+        if self.offsets > 1:
+            update = update.unflatten(2, (self.offsets, -1)).mT
+        return update.reshape(gradient.shape)
 
-    def _polar(self, left: Tensor, computed: Tensors) -> Tensor:
+    def _polar(self, left: Tensor, root_A: Tensor | None) -> Tensor:
         """Return ``polar(X) A_δ^-p`` with X = ``left A_δ^-p``, up to a factor; without a polar factor X."""
-        if "root_A2" in computed:  # polar(X) = (X Xᵀ)^(-1/2) X
-            assert self.steps
-            whole = product(left, computed["root_A2"])
-            return product(inverse_square_root(product(whole, left.mT), self.steps), whole)
-        X = product(left, computed["root_A"]) if computed else left
+        X = self._from_the_right(left, root_A)
         if self.steps == 0:
             return X
-        X = polar(X) if self.steps is None else newton_schulz(X, self.steps)
-        return product(X, computed["root_A"]) if computed else X
+        return self._from_the_right(polar(X) if self.steps is None else newton_schulz(X, self.steps), root_A)
+
+    def _from_the_right(self, X: Tensor, root: Tensor | None) -> Tensor:
+        if root is None:
+            return X
+        if not self.A.full:
+            return X * root[:, None, :]
+        rows = X.unflatten(2, (self.offsets, -1)).flatten(1, 2)
+        return product(rows, root).view(X.shape)
+
+    def _from_the_left(self, X: Tensor, root: Tensor) -> Tensor:
+        return product(root, X) if self.G.full else X * root[:, :, None]

@@ -130,6 +130,11 @@ class Layer(ABC):
         """Whether a parameter's shape has changed since `lay_out`."""
         return any(slot.shape != shape for slot, shape in zip(self.slots, self._shapes, strict=True))
 
+    @property
+    def offsets(self) -> int:
+        """The kernel offsets of a convolution: how many columns of the weight belong to one channel of the inputs."""
+        return 1
+
     def leave_bias(self) -> None:
         """Leave the bias to the optimizer: the blocks become those of the weight alone."""
         self.bias_name, self.bias = "", False  # no parameter has this name

@@ -25,6 +25,11 @@ class ConvolutionLayer(Layer):
 
     module: Convolution
 
+    @property
+    @override
+    def offsets(self) -> int:
+        return prod(self.module.kernel_size)
+
     @override
     def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
         groups = self.module.groups
@@ -77,6 +82,11 @@ class PatchRows(Rows):
     @override
     def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
         gram.add_patch_gram_(out, self.maps, self.window, bias=self.bias, scale=scale)
+
+    @override
+    def add_channel_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        maps = self.maps.to(out.dtype)
+        gram.add_channel_gram_(out, maps * self.window.visits(maps).sqrt(), scale=scale)
 
     @override
     def part(self, start: int, stop: int) -> Rows:

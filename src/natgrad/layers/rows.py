@@ -37,6 +37,15 @@ class Rows(ABC):
     def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
         """Add `scale` Σ_b Σ_t x xᵀ to the lower triangle of `out` ``[n, d, d]``."""
 
+    def add_channel_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        """Add `scale` Σ_b Σ_t Σ_k x_k x_kᵀ to the lower triangle of `out` ``[n, c, c]``.
+
+        A row holds k elements for each of c channels, those of a channel one after the other (a convolution's patch
+        with k kernel offsets); x_k are its k-th elements.
+        """
+        rows = self.dense().unflatten(-1, (out.shape[-1], -1)).mT  # [n, B, T, k, c]
+        gram.add_row_gram_(out, rows.flatten(1, 3), scale=scale)
+
     def squares(self) -> Tensor:
         """Return Σ_b Σ_t x∘x ``[n, d]``, the diagonal of the Gram matrix, in at least float32."""
         return sum_squares(self.dense().flatten(1, 2).transpose(0, 1), 0)
@@ -226,6 +235,9 @@ class _Regrouped(Rows):
 
     def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
         self.rows.add_gram_(out, scale=scale)
+
+    def add_channel_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        self.rows.add_channel_gram_(out, scale=scale)
 
     def squares(self) -> Tensor:
         return self.rows.squares()

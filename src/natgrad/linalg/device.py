@@ -22,6 +22,15 @@ def accelerators(model: nn.Module) -> list[torch.device]:
     return sorted({p.device for p in model.parameters() if not (p.is_meta or on_host(p))}, key=str)
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether a device has instructions for bfloat16 products, which take a fraction of float32's time."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    known: Any = getattr(torch.cpu, "get_capabilities", dict)  # not in older torch
+    capabilities = known() if on_host(device) else {}
+    return any(name.endswith("bf16") and fits for name, fits in capabilities.items())
+
+
 def memory_of(device: torch.device) -> int | None:
     """Return the bytes of memory of a GPU, or of the machine for the host. None: they are unknown."""
     if device.type == "cuda":

@@ -22,6 +22,7 @@ from natgrad.distributed import Placement
 from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import layers_for
+from natgrad.linalg.device import multiplies_bfloat16
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.coverage import Place, cover, places, unfrozen
@@ -30,6 +31,9 @@ from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 from natgrad.preconditioner.preconditioner import Preconditioner
 from natgrad.refresh import DoublingInterval, Refresh, RefreshRule
 from natgrad.schedule import check_number, is_number
+
+# The steps over which the roots of a refresh are spread.
+_SPREAD = 8
 
 
 class NaturalMuon(PreconditionedOptimizer):
@@ -60,7 +64,8 @@ class NaturalMuon(PreconditionedOptimizer):
         damping: Damping = 1e-2,
         interval: int = 25,
         *,
-        steps: int | None = 4,
+        steps: int | None = 3,
+        full_factors: bool = False,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         head: Literal["spectral", "adamw"] | Spectral = "adamw",
@@ -89,8 +94,10 @@ class NaturalMuon(PreconditionedOptimizer):
             power: p, the exponent of the inverse roots, in [0, 1]; 0 is Muon.
             damping: δ, relative to the mean eigenvalue of each factor: a number above 0, or a callable of the step.
             interval: Steps between two refreshes of factors and roots. Early refreshes come at steps 0, 1, 2, 4, 8...
-                (`natgrad.DoublingInterval`).
+                (`natgrad.DoublingInterval`). The roots of the layers are computed in up to 8 steps from then on, some
+                in each, so that no step takes much longer than others.
             steps: Newton-Schulz steps of the polar factor (`natgrad.Spectral`).
+            full_factors: Whether long sides and convolutions have whole factors too (`natgrad.Spectral`).
             betas: AdamW's β₁ and β₂.
             eps: AdamW's ε.
             head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or another
@@ -102,8 +109,8 @@ class NaturalMuon(PreconditionedOptimizer):
             adamw: The fnmatch patterns of the names of layers that AdamW moves.
             groups: For fnmatch patterns of names of layers, the number of their equal groups of outputs that are
                 matrices of their own: ``{"*.qkv": 3}`` for queries, keys and values that one layer computes.
-            dtype: That of the update's products (`natgrad.Spectral`). "auto": ``torch.bfloat16`` on GPUs that multiply
-                it, unless the model is in float64 or `steps` is None; otherwise None.
+            dtype: That of the update's products (`natgrad.Spectral`). "auto": ``torch.bfloat16`` on GPUs and CPUs with
+                instructions for it, unless the model is in float64 or `steps` is None; otherwise None.
             refresh: A rule in place of `interval`.
             placement: As of `natgrad.Preconditioner`, like all that follow.
             precision: The dtypes of factors, messages and solves.
@@ -151,7 +158,9 @@ class NaturalMuon(PreconditionedOptimizer):
             dtype = torch.bfloat16 if steps is not None and _gains_from_bfloat16(root) else None
 
         def spectral(count: int = 1) -> Spectral:
-            return Spectral(power=power, steps=steps, momentum=momentum, groups=count, dtype=dtype)
+            return Spectral(
+                power=power, steps=steps, momentum=momentum, groups=count, dtype=dtype, full_factors=full_factors
+            )
 
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if head != "spectral":
@@ -165,13 +174,13 @@ class NaturalMuon(PreconditionedOptimizer):
         by_adamw = [name for name in matrices if curvature[str(_first_match(name, curvature))] is None]
         allowed = f"a model with other weight matrices than {', '.join(map(repr, by_adamw))}, which AdamW moves"
         require(len(by_adamw) < len(matrices), "model", type(model).__name__, allowed)
-        interval_rule = DoublingInterval(interval)
+        rule = DoublingInterval(interval)
         preconditioner = Preconditioner(
             model,
             curvature,
             damping=damping,
             kl_clip=None,
-            refresh=Refresh(factors=interval_rule, inverses=interval_rule) if refresh is None else refresh,
+            refresh=Refresh(factors=rule, inverses=rule, spread=_SPREAD) if refresh is None else refresh,
             reduction="mean",
             placement=placement,
             precision=precision,
@@ -262,9 +271,10 @@ def _beside_trained(matrices: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def _gains_from_bfloat16(model: nn.Module) -> bool:
-    """Return whether all parameters, none of them float64, are on GPUs that multiply bfloat16 themselves."""
-    on_gpus = all(p.is_cuda and p.dtype != torch.float64 for p in model.parameters())
-    return on_gpus and torch.cuda.is_bf16_supported(including_emulation=False)
+    """Return whether all parameters, none of them float64, are on devices that multiply bfloat16 fast."""
+    parameters = list(model.parameters())
+    fast = all(multiplies_bfloat16(device) for device in {parameter.device for parameter in parameters})
+    return fast and all(parameter.dtype != torch.float64 for parameter in parameters)
 
 
 def _add(curvature: dict[str, Curvature | None], others: Mapping[str, Curvature | None]) -> None:

@@ -291,6 +291,8 @@ class Preconditioner:
             self._update_averages(count)
         if due and (progress.last_factors is not None or self._structure.gathered):
             self._refresh(count, damping, due)
+        elif not due and self._scheduler.spreads(progress) and not self._refreshes_in_background:
+            self._continue_refresh(damping)
 
         with progress.phase("solve", self._communicator):
             gradients = precondition(
@@ -430,8 +432,11 @@ class Preconditioner:
             usable = self._inspection.usable(
                 structure.groups, observed(structure.groups), captured=self._captured_everything()
             )
+            # Perhaps to refresh none of them.
+            decided = (scheduler.selects_layers or scheduler.rule.spread > 1) and bool(usable)
             keys = usable
-            decided = scheduler.selects_layers and bool(usable)  # perhaps to refresh none of them
+            if not self._refreshes_in_background:
+                keys = usable & scheduler.turn(structure.groups, began=progress.step, step=progress.step)
             if scheduler.selects_layers:
                 keys = scheduler.select_layers(structure.decisions, usable, damping, progress.step)
                 if structure.shares_work:
@@ -450,6 +455,17 @@ class Preconditioner:
                 is_refresh = True  # other ranks may have refreshed layers; recorded without a message
             if is_refresh:
                 progress.record_inverses(due)
+
+    def _continue_refresh(self, damping: float) -> None:
+        """Decompose the layers whose turn in the last refresh is in this step."""
+        progress, structure = self._progress, self._structure
+        assert progress.last_inverses is not None
+        with progress.phase("renew", self._communicator):
+            seen = observed(structure.groups)
+            keys = self._inspection.usable(structure.groups, seen, captured=self._captured_everything())
+            keys &= self._scheduler.turn(structure.groups, began=progress.last_inverses, step=progress.step)
+            work = structure.groups, structure.plan, self._communicator, keys, damping
+            run_tasks(*work, self._failures, structure.precision.wire)
 
     def _captured_everything(self) -> bool:
         """Return whether the hooks captured all statistics of all layers in this step."""

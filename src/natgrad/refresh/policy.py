@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from natgrad.errors import require, require_one_of
 from natgrad.refresh.rule import INTERVAL, SIDES, Candidate, DriftRule, Measure, Reads, RefreshRule, Side, TraceRule
-from natgrad.schedule import Schedule, check_number, check_schedule, is_whole, value_at
+from natgrad.schedule import Schedule, check_number, check_schedule, check_whole, is_whole, value_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,25 @@ class Refresh(RefreshRule):
         factors: Steps between two captures of statistics (A, G): a number, a callable of the step, or `natgrad.Sides`.
         inverses: Steps between two decompositions: a number, a callable of the step, or `natgrad.Sides`. A
             decomposition that reads both A and G follows the shorter interval.
+        spread: Over how many steps the decompositions of a refresh are spread, some layers in each, so that no step
+            takes much longer than others; at most the interval. A placement in the background does all at once.
 
     Raises:
-        ValueError: if an interval is below 1.
+        ValueError: if an interval is below 1, `spread` is not a whole number of at least 1, or it is above 1 with
+            `natgrad.Sides`.
     """
 
     factors: Schedule | Sides = 1
     inverses: Schedule | Sides = 10
+    spread: int = 1
 
     def __post_init__(self) -> None:
         for name in ("factors", "inverses"):
             value = getattr(self, name)
             if not isinstance(value, Sides):
                 check_schedule(name, value, f"{INTERVAL}, or natgrad.Sides", minimum=1)
+        check_whole("spread", self.spread, 1)
+        require(self.spread == 1 or not self.separate, "spread", self.spread, "1 with natgrad.Sides")
 
     @property
     @override

@@ -63,10 +63,13 @@ class RefreshRule:
             "drift": the largest ``‖X - X_last‖ / ‖X_last‖`` of its statistics X, where X_last was decomposed last.
             Measuring waits for the device.
         separate: Whether statistics of inputs and of gradients have different intervals.
+        spread: Over how many steps the decompositions of a refresh are spread, some layers in each; at most the
+            interval.
     """
 
     measure: Measure | None = None
     separate: bool = False
+    spread: int = 1
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,6 +29,18 @@ class Window:
             (size + sum(sides) - reach - 1) // step + 1
             for size, sides, reach, step in zip(sizes, self.padding, self.reach, self.stride, strict=True)
         )
+
+    def visits(self, maps: Tensor) -> Tensor:
+        """Return at how many positions and offsets the window meets each element of ``maps [B, C, *spatial]``."""
+        counts = maps.new_ones(())
+        sizes = tuple(maps.shape[2:])
+        for axis, positions in enumerate(self.positions(sizes)):
+            first = torch.arange(positions, device=maps.device) * self.stride[axis] - self.padding[axis][0]
+            offsets = torch.arange(self.kernel_size[axis], device=maps.device) * self.dilation[axis]
+            met = (first[:, None] + offsets).flatten()
+            elements = torch.arange(sizes[axis], device=maps.device)
+            counts = counts[..., None] * (met[:, None] == elements).sum(0)
+        return counts
 
     def columns(self, maps: Tensor, groups: int, piece: int) -> Iterator[Tensor]:
         """Yield the patches of ``maps [B, C, *spatial]``, copying about `piece` elements at a time.

@@ -18,7 +18,7 @@ from natgrad.distributed import Communicator
 from natgrad.errors import require
 from natgrad.refresh import Candidate, RefreshRule
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
-from natgrad.state.block_group import LayerBlocks
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.counters import StepCounters
 from natgrad.state.decisions import KEPT, REFRESHED, Decisions, DecisionState
 
@@ -54,6 +54,29 @@ class RefreshScheduler:
         step, last = progress.step, progress.refreshed
         due = (reads for reads in READS if _is_due(self.rule.inverse_interval(step, reads), step, last.get(reads)))
         return frozenset(due)
+
+    def turns(self, began: int) -> int:
+        """Return over how many steps the refresh that `began` at a step is spread."""
+        return min(self.rule.spread, int(self.rule.inverse_interval(began)))
+
+    def spreads(self, progress: StepCounters) -> bool:
+        """Return whether layers may have their turn in a step in which nothing is due."""
+        began = progress.last_inverses
+        return began is not None and progress.step - began < self.turns(began)
+
+    def turn(self, groups: Sequence[BlockGroup], *, began: int, step: int) -> set[str]:
+        """Return the keys of the layers whose turn is at `step`, so that all steps cost about the same."""
+        costs = {
+            member.layer.key: (member.stop - member.start) * sum(task.cost for task in group.tasks)
+            for group in groups
+            for member in group.members
+        }
+        share, before, keys = (sum(costs.values()) or 1.0) / self.turns(began), 0.0, set()
+        for key, cost in costs.items():
+            if int((before + cost / 2) / share) == step - began:
+                keys.add(key)
+            before += cost
+        return keys
 
     # --- Layer by layer -------------------------------------------------------------------------------------------
 
