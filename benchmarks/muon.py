@@ -1,6 +1,6 @@
 """Time `natgrad.NaturalMuon` beside torch's Muon and a lean one in float32: whole training steps of one process.
 
-``python -m benchmarks.muon`` times a transformer encoder with every method at its defaults, a step of each in turn, over
+``python -m benchmarks.muon`` times a transformer encoder with each method at its defaults, a step of each in turn, over
 whole cycles of natural Muon's interval. "dearest" is the longest step of a cycle over the median one; "state" the bytes
 of the optimizer's state over those of the parameters.
 """
