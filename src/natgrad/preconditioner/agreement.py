@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from zlib import crc32
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,5 +87,5 @@ def _options_of(curvature: Curvature) -> Iterator[tuple[str, str]]:
     for name, value in vars(curvature).items():
         if isinstance(value, Curvature):
             yield from _options_of(value)
-        elif value is None or isinstance(value, (bool, int, float, str)) or is_dataclass(value):
+        elif value is None or isinstance(value, (bool, int, float, str, torch.dtype)) or is_dataclass(value):
             yield f"{type(curvature).__name__}.{name.lstrip('_')}", repr(value)

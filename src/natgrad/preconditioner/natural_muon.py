@@ -64,7 +64,7 @@ class NaturalMuon(PreconditionedOptimizer):
         damping: Damping = 1e-2,
         interval: int = 25,
         *,
-        steps: int | None = 3,
+        steps: int | None = 4,
         full_factors: bool = False,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
