@@ -48,9 +48,23 @@ def test_every_optimizer_of_torch_trains(name):
 def test_muon_takes_the_hidden_matrices_alone():
     net = Net()
     matrices, others = optimizers.split_for_muon(net)
-    assert [id(each) for each in matrices] == [id(net.hidden.weight)]
+    assert [id(each) for each in matrices] == [id(net.convolution.weight), id(net.hidden.weight)]
     trained = {id(each) for each in net.parameters() if each.requires_grad}
-    assert {id(each) for each in others} == trained - {id(net.hidden.weight)}
+    assert {id(each) for each in others} == trained - {id(each) for each in matrices}
+
+
+def test_muon_moves_a_kernel_as_a_matrix():
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = optimizers.build("muon", net, 0.02, {})
+    matrix = nn.Parameter(net.convolution.weight.detach().flatten(1).clone())
+    reference = torch.optim.Muon([matrix], lr=0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for _ in range(2):
+        gradients(net)
+        matrix.grad = net.convolution.weight.grad.flatten(1).clone()
+        optimizer.step()
+        reference.step()
+        torch.testing.assert_close(net.convolution.weight.flatten(1), matrix)
 
 
 def test_muon_resumes_from_its_state_and_follows_its_learning_rate():

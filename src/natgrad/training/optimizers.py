@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args, overload
 
@@ -30,9 +31,9 @@ _CLASSES: dict[str, type[Optimizer]] = {
 class MuonWithAdamW(Optimizer):
     """`torch.optim.Muon` for the hidden matrices and AdamW for everything else, as one optimizer.
 
-    Embeddings, the last linear layer, convolutions (torch's Muon takes only two dimensions), norms and biases use AdamW
-    (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"). Muon's step is scaled by
-    `match_rms_adamw` (Liu et al. 2025), so that one learning rate suits both parts.
+    Embeddings, the last linear layer, norms and biases use AdamW, and kernels of convolutions are matrices
+    ``[out, in * height * width]`` (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks").
+    Muon's step is scaled by `match_rms_adamw` (Liu et al. 2025), so that one learning rate suits both parts.
 
     Args:
         model: The model.
@@ -53,7 +54,10 @@ class MuonWithAdamW(Optimizer):
         matrices, others = split_for_muon(model)
         parts: list[Optimizer] = []
         if matrices:
-            parts.append(Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **options))
+            views = list(map(_unfolded, matrices))
+            muon = Muon(views, lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
+            muon.param_groups[0]["params"] = matrices
+            parts.append(muon)
         if others:
             parts.append(AdamW(others, lr=lr, weight_decay=weight_decay))
         self._parts = parts
@@ -71,16 +75,29 @@ class MuonWithAdamW(Optimizer):
                 loss = closure()
         for part, group in zip(self._parts, self.param_groups, strict=True):
             # Set at each step, because loading a state replaces both containers.
-            part.param_groups, part.state = [group], self.state
+            parameters = group["params"]
+            matrices = list(map(_unfolded, parameters)) if isinstance(part, Muon) else parameters
+            part.param_groups, part.state = [{**group, "params": matrices}], defaultdict(dict)
+            for parameter, matrix in zip(parameters, matrices, strict=True):
+                part.state[matrix] = self.state[parameter]
             part.step()
         return loss
 
 
+def _unfolded(weight: nn.Parameter) -> nn.Parameter:
+    """Return a kernel as a matrix that shares its memory, with its gradient; a matrix as it is."""
+    if weight.ndim == 2:
+        return weight
+    view = nn.Parameter(weight.detach().flatten(1))
+    view.grad = None if weight.grad is None else weight.grad.flatten(1)
+    return view
+
+
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return (the weights of all linear layers but the last, all other parameters), only trainable ones."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    """Return (the weights of all linear layers and convolutions but the last, all other parameters), if trainable."""
+    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))]
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    chosen = {module.weight for module in linear[:-1]} - embeddings - {module.weight for module in linear[-1:]}
+    chosen = {module.weight for module in layers[:-1]} - embeddings - {module.weight for module in layers[-1:]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [weight for weight in trained if weight in chosen], [other for other in trained if other not in chosen]
 

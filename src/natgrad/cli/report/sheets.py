@@ -109,8 +109,8 @@ def _muon_part(outcome: TaskComparison) -> str:
     matrices, others = (sum(each.numel() for each in part) for part in split_for_muon(outcome.task.model()))
     none = "" if matrices else " Here it is AdamW."
     return (
-        f"Muon takes the weights of linear layers but the last, {matrices:,} of the {matrices + others:,} parameters; "
-        f"AdamW the others, convolutions too.{none}"
+        f"Muon takes the weights of linear layers and convolutions but the last, {matrices:,} of the "
+        f"{matrices + others:,} parameters; AdamW the others.{none}"
     )
 
 
