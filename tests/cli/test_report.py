@@ -6,11 +6,11 @@ import pytest
 from natgrad import tasks
 from natgrad.cli.report import page
 from natgrad.cli.report.plots import overview
-from natgrad.cli.report.sheets import NEVER, comparison_sheets
+from natgrad.cli.report.sheets import NEVER, comparison_sheets, share_sheet
 from natgrad.tasks import Metric
 from natgrad.training.compare import Comparison, TaskComparison
 from natgrad.training.result import Point, Result
-from natgrad.training.summary import summarise, targets
+from natgrad.training.summary import shares, summarise, targets, verdict
 
 FACTORS = {"natgrad": 0.2, "sgd": 4.0, "adamw": 1.0, "muon": 2.0}
 
@@ -53,13 +53,25 @@ def outcome():
 def test_what_natgrad_wins_and_what_others_lose_is_in_the_table(outcome):
     loss, metric, end, settings = comparison_sheets(outcome)
     rows = {row[0]: row for row in loss.rows}
-    assert rows["natgrad"][1:3] == ("50", "0.50")
+    assert rows["natgrad"][1:3] == ("46 (45 to 46)", "0.46")
     assert rows["sgd"][1:] == (NEVER, "-", NEVER, "-", NEVER, "-", "0 of 3")
     assert "accuracy" in metric.title
     assert {row[0]: row[4] for row in end.rows}["natgrad"] == "40%"
     assert "damping 0.03" in {row[0]: row[1] for row in settings.rows}["natgrad"]
     assert all("AdamW the others" in sheet.caption for sheet in (loss, metric, settings))
     assert "Median of seeds 0 to 2" in end.caption
+
+
+def test_each_contender_is_shown_beside_adamw(outcome):
+    sheet = share_sheet(outcome)
+    rows = {row[0]: row[1:] for row in sheet.rows}
+    assert rows["adamw"] == ("1.00", "1.00", "1.00", "1.00")
+    assert rows["sgd"] == (NEVER, NEVER, "1.00", "4.00")
+    assert rows["natgrad"][3] == "0.20"
+    assert float(rows["natgrad"][0]) < 0.25
+    best = verdict({"tabular": shares(outcome.results, outcome.task.metric)})
+    assert best.startswith("To adamw's final test value on tabular, natgrad needs the fewest steps (0.")
+    assert best.endswith("natgrad ends with the lowest test error (0.20 of adamw's).")
 
 
 def test_curves_show_the_median_and_the_band_of_seeds():

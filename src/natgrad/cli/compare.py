@@ -33,7 +33,8 @@ def compare(
         typer.Option(metavar="NAME.FIELD=VALUE", help="Fix a contender's setting, as kfac.form=eigen; repeatable."),
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Option of the tasks; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="[TASK.]NAME=VALUE", help="Option of the tasks, or of one; repeatable."),
     ] = None,
     tuned: Annotated[Path | None, typer.Option(help="Folder of tuned values in place of the packaged ones.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of results; a comparison stopped there goes on.")] = Path(
@@ -47,12 +48,11 @@ def compare(
 
     start_fork_server("natgrad.cli")  # it imports while this process imports
     from natgrad.training.compare import Comparison
-    from natgrad.training.optimizers import parse
     from natgrad.training.tuned import COMMITTED
 
     comparison = Comparison(
         task_names=tuple(task),
-        task_options=parse(set_ or (), "--set"),
+        task_options=_task_options(set_ or ()),
         optimizers=tuple(name.strip() for name in optimizers.split(",")),
         seeds=seeds,
         first_seed=first_seed,
@@ -67,6 +67,19 @@ def compare(
         tuned=tuned or COMMITTED,
     )
     _report(comparison, _run(comparison, out), out)
+
+
+def _task_options(assignments: Iterable[str]) -> dict[str, Any]:
+    from natgrad.errors import require
+    from natgrad.training.optimizers import parse
+
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        task, dot, name = assignment.partition("=")[0].rpartition(".")
+        for option, value in parse([assignment.removeprefix(f"{task}{dot}")], "--set").items():
+            require(f"{task}{dot}{option}" not in found, "--set", assignment, "given once for each name")
+            found[f"{task}{dot}{option}"] = value
+    return found
 
 
 def _overrides(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -131,15 +144,21 @@ def _report(comparison: Comparison, outcomes: list[TaskComparison], out: Path) -
     from natgrad.cli.report import page
     from natgrad.cli.report.plots import save
     from natgrad.cli.report.sheet import table, wide_console
-    from natgrad.cli.report.sheets import comparison_sheets
+    from natgrad.cli.report.sheets import comparison_sheets, share_sheet
     from natgrad.training import environment
     from natgrad.training.files import replace_text
+    from natgrad.training.summary import shares, verdict
 
     console = wide_console()
     for outcome in outcomes:
         save(page.figure(outcome), out / f"{outcome.task.name}.svg")
         for sheet in comparison_sheets(outcome):
             console.print(table(sheet))
+    by_task = {outcome.task.name: shares(outcome.results, outcome.task.metric) for outcome in outcomes}
+    for outcome in outcomes:
+        if summary := share_sheet(outcome):
+            console.print(table(summary))
+    console.print(verdict(by_task))
     results = {"environment": environment.describe(), "tasks": [outcome.to_json() for outcome in outcomes]}
     replace_text(out / "results.json", json.dumps(results) + "\n")
     page.write(outcomes, out / "index.html")

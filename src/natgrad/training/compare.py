@@ -35,7 +35,7 @@ class Comparison:
 
     Attributes:
         task_names: The names of the tasks.
-        task_options: Options of every task.
+        task_options: Options of every task, and of one: "glyphs.images".
         optimizers: The names of the contenders.
         seeds: Runs per contender, each with another seed.
         first_seed: The first seed; the others follow it.
@@ -88,6 +88,9 @@ class Comparison:
         most = search.MOST_TRIALS
         require(0 <= self.trials <= most, "search", self.trials, f"a number of trials up to {most}, or 0 for none")
         search.check_objective(self.objective)
+        for name in self.task_options:
+            fits = "." not in name or name.partition(".")[0] in self.task_names
+            require(fits, "--set", name, f"of one of {', '.join(self.task_names)}")
         for name, settings in self.overrides.items():
             require(name in self.optimizers, "override", name, f"one of {', '.join(self.optimizers)}")
             for setting in settings:
@@ -120,9 +123,14 @@ class Comparison:
 
     def job(self, task: str, settings: Mapping[str, Any], *, seed: int) -> Job:
         """Return the job of a run."""
+        options = {
+            name.removeprefix(f"{task}."): value
+            for name, value in self.task_options.items()
+            if "." not in name or name.startswith(f"{task}.")
+        }
         shared = {
             "task": task,
-            "task_options": self.task_options,
+            "task_options": options,
             "workers": self.workers,
             "seed": seed,
             "epochs": None if self.steps else self.epochs.get(task),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isinf
-from statistics import median
+from math import inf, isfinite, isinf
+from statistics import geometric_mean, median
 from typing import Any, Literal
 
 from natgrad.tasks import Metric
 
 from .contenders import REFERENCE
-from .result import Point, Result
+from .result import Result
 
 Quantity = Literal["loss", "metric"]
 QUANTITIES: tuple[Quantity, ...] = ("loss", "metric")
@@ -121,6 +121,76 @@ def summarise(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a contender needs beside the reference contender; medians over seeds.
+
+    Attributes:
+        steps: The steps to the reference's final test metric, as a share of the run. Infinite: it is not reached.
+        seconds: The training time to it, as a share of the reference's run. Infinite: it is not reached.
+        whole: The training time of its run, as a share of the reference's.
+        error: The final test error over the reference's: the metric, or 1 less the metric if higher is better.
+    """
+
+    steps: float
+    seconds: float
+    whole: float
+    error: float
+
+
+def shares(results: Mapping[str, Sequence[Result]], metric: Metric) -> Mapping[str, Share]:
+    """Return the share of each contender with a finished run; empty without one of the reference contender."""
+    target = targets(results).get("metric")
+    finished = {name: [run for run in runs if run.status == "finished"] for name, runs in results.items()}
+    if target is None:
+        return {}
+
+    def error(runs: Sequence[Result]) -> float:
+        value = median(final_value(run, "metric") for run in runs)
+        return value if metric.better == "lower" else 1 - value
+
+    def seconds(runs: Sequence[Result]) -> float:
+        return median(run.points[-1].seconds for run in runs)
+
+    reference = finished[REFERENCE]
+    length = median(run.points[-1].step for run in reference)
+    found = {}
+    for name, runs in finished.items():
+        if runs:
+            crossing = _crossing(results[name], "metric", target, metric)
+            found[name] = Share(
+                steps=crossing.steps.median / length,
+                seconds=crossing.seconds.median / seconds(reference),
+                whole=seconds(runs) / seconds(reference),
+                error=error(runs) / error(reference) if error(reference) else inf,
+            )
+    return found
+
+
+def verdict(by_task: Mapping[str, Mapping[str, Share]]) -> str:
+    """Return one sentence on which contenders need the fewest steps and seconds, and which ends lowest.
+
+    Geometric means over the tasks; a target that is not reached counts as the whole run.
+    """
+    named = [name for name in next(iter(by_task.values()), {}) if all(name in found for found in by_task.values())]
+    if REFERENCE not in named:
+        return ""
+
+    def mean(name: str, of: Callable[[Share], float]) -> float:
+        return geometric_mean(max(of(found[name]), 1e-9) for found in by_task.values())
+
+    parts: list[tuple[str, Callable[[Share], float]]] = [
+        ("needs the fewest steps", lambda share: min(share.steps, 1.0)),
+        ("the fewest seconds", lambda share: share.seconds if share.seconds < inf else max(share.whole, 1.0)),
+        ("ends with the lowest test error", lambda share: share.error),
+    ]
+    found = []
+    for text, of in parts:
+        best = min(named, key=lambda name: mean(name, of))
+        found.append(f"{best} {text} ({mean(best, of):.2f} of {REFERENCE}'s)")
+    return f"To {REFERENCE}'s final test value on {' and '.join(by_task)}, {found[0]} and {found[1]}; {found[2]}."
+
+
 def spread(values: Sequence[float]) -> Spread:
     """Return median, minimum and maximum of values."""
     return Spread(median=median(values), low=min(values), high=max(values))
@@ -132,16 +202,20 @@ def ratio(value: Spread, reference: Spread) -> float | None:
 
 
 def _crossing(results: Sequence[Result], quantity: Quantity, target: float, metric: Metric) -> Crossing:
-    higher = quantity == "metric" and metric.better == "higher"
-
-    def reached(point: Point) -> bool:
-        value: float = getattr(point, quantity)
-        return value >= target if higher else value <= target
-
-    first = [next(filter(reached, result.points), None) for result in results]
+    """Return where runs reach a target, interpolated between the evaluations before and after."""
+    sign = -1 if quantity == "metric" and metric.better == "higher" else 1
+    found: list[tuple[float, float, float]] = []
+    for result in results:
+        gaps = [sign * (getattr(point, quantity) - target) for point in result.points]
+        last = next((index for index, gap in enumerate(gaps) if gap <= 0), None)
+        if last is None:
+            found.append((inf, inf, inf))
+            continue
+        point, before = result.points[last], result.points[max(last - 1, 0)]
+        part = gaps[last] / (gaps[last] - gaps[last - 1]) if last and isfinite(gaps[last - 1]) else 0.0  # left to go
+        passed = (point.step - before.step, point.seconds - before.seconds)
+        found.append((point.step - part * passed[0], point.seconds - part * passed[1], point.peak_bytes))
+    steps, seconds, peak_bytes = (spread(list(values)) for values in zip(*found, strict=True))
     return Crossing(
-        reached=sum(point is not None for point in first),
-        steps=spread([point.step if point else inf for point in first]),
-        seconds=spread([point.seconds if point else inf for point in first]),
-        peak_bytes=spread([point.peak_bytes if point else inf for point in first]),
+        reached=sum(isfinite(values[0]) for values in found), steps=steps, seconds=seconds, peak_bytes=peak_bytes
     )

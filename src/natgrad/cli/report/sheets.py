@@ -9,7 +9,7 @@ from typing import Any
 from natgrad.training.compare import TaskComparison
 from natgrad.training.contenders import REFERENCE
 from natgrad.training.optimizers import split_for_muon
-from natgrad.training.summary import QUANTITIES, Crossing, Quantity, Row, Spread, ratio
+from natgrad.training.summary import QUANTITIES, Crossing, Quantity, Row, Spread, ratio, shares
 
 from .sheet import Sheet
 
@@ -20,6 +20,28 @@ _MIB = 2**20
 def comparison_sheets(outcome: TaskComparison) -> list[Sheet]:
     """Return tables of the cost to reach each target, of final values, and of hyper-parameters."""
     return [*(_cost(outcome, quantity) for quantity in outcome.target), _end(outcome), _settings(outcome)]
+
+
+def share_sheet(outcome: TaskComparison) -> Sheet | None:
+    """Return the table of what each contender needs beside the reference contender; None without that."""
+    found = shares(outcome.results, outcome.task.metric)
+    if not found:
+        return None
+    metric = outcome.task.metric
+    of_error = f"test {metric.name}" if metric.better == "lower" else f"1 - test {metric.name}"
+
+    def show(value: float) -> str:
+        return NEVER if isinf(value) else f"{value:.2f}"
+
+    return Sheet(
+        title=f"{outcome.task.name}: beside {REFERENCE}, whose run is 1",
+        headings=("optimizer", "steps", "seconds", "seconds of its run", f"final {of_error}"),
+        rows=[
+            (name, show(share.steps), show(share.seconds), show(share.whole), show(share.error))
+            for name, share in found.items()
+        ],
+        caption=f"Steps and seconds to {REFERENCE}'s final test {metric.name}. {_reading(outcome)}",
+    )
 
 
 def quantity_name(outcome: TaskComparison, quantity: Quantity) -> str:
