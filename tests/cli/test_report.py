@@ -71,7 +71,7 @@ def test_each_contender_is_shown_beside_adamw(outcome):
     assert float(rows["natgrad"][0]) < 0.25
     best = verdict({"tabular": shares(outcome.results, outcome.task.metric)})
     assert best.startswith("To adamw's final test value on tabular, natgrad needs the fewest steps (0.")
-    assert best.endswith("natgrad ends with the lowest test error (0.20 of adamw's).")
+    assert best.endswith("and ends with the lowest test error (0.20 of adamw's).")
 
 
 def test_curves_show_the_median_and_the_band_of_seeds():

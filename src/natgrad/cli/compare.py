@@ -75,7 +75,7 @@ def _task_options(assignments: Iterable[str]) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for assignment in assignments:
-        task, dot, name = assignment.partition("=")[0].rpartition(".")
+        task, dot, _ = assignment.partition("=")[0].rpartition(".")
         for option, value in parse([assignment.removeprefix(f"{task}{dot}")], "--set").items():
             require(f"{task}{dot}{option}" not in found, "--set", assignment, "given once for each name")
             found[f"{task}{dot}{option}"] = value

@@ -184,11 +184,13 @@ def verdict(by_task: Mapping[str, Mapping[str, Share]]) -> str:
         ("the fewest seconds", lambda share: share.seconds if share.seconds < inf else max(share.whole, 1.0)),
         ("ends with the lowest test error", lambda share: share.error),
     ]
-    found = []
+    found, last = [], ""
     for text, of in parts:
         best = min(named, key=lambda name: mean(name, of))
-        found.append(f"{best} {text} ({mean(best, of):.2f} of {REFERENCE}'s)")
-    return f"To {REFERENCE}'s final test value on {' and '.join(by_task)}, {found[0]} and {found[1]}; {found[2]}."
+        found.append(f"{'' if best == last else best + ' '}{text} ({mean(best, of):.2f} of {REFERENCE}'s)")
+        last = best
+    tasks = " and ".join(by_task)
+    return f"To {REFERENCE}'s final test value on {tasks}, {found[0]} and {found[1]}, and {found[2]}."
 
 
 def spread(values: Sequence[float]) -> Spread:
