@@ -7,8 +7,8 @@ Six are natgrad's embedded tasks, in sizes of the board's own. Where real data a
   component, so that the classes overlap.
 - `poisson` is validated on fresh points by the loss that it trains on.
 
-`mixer` and `automaton` are FROZEN. They were designed before any method of natgrad's had run on them, and serve to
-check what was chosen elsewhere. Never choose a default, a range or a variant by them.
+`mixer`, `automaton`, `gratings` and `patches` are FROZEN. They were designed before any method of natgrad's had run on
+them, and serve to check what was chosen elsewhere. Never choose a default, a range or a variant by them.
 
 Every validation set has at least 2,000 rows, or positions where each position has a loss.
 """
@@ -247,6 +247,80 @@ def automaton() -> Data:
     return train[:, :-1], train[:, 1:], held[:, :-1], held[:, 1:]
 
 
+ORIENTATIONS, FREQUENCIES = 8, 2  # of `gratings`
+
+
+def gratings() -> Data:
+    """Draw sums of two waves at random phases in noise; the class is orientation and frequency of the stronger one."""
+    generator, count = Generator().manual_seed(0), 16384 + 2048
+    rows, columns = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
+    classes = torch.randint(ORIENTATIONS * FREQUENCIES, (2, count), generator=generator)
+    angle = math.pi * (classes % ORIENTATIONS + 0.4 * torch.randn(classes.shape, generator=generator)) / ORIENTATIONS
+    waves = 2 * math.pi * (0.12 + 0.12 * (classes // ORIENTATIONS))
+    phase = 2 * math.pi * torch.rand(classes.shape, generator=generator)
+    along = angle.cos()[..., None, None] * columns + angle.sin()[..., None, None] * rows
+    both = (waves[..., None, None] * along + phase[..., None, None]).sin()
+    images = both[0] + 0.6 * both[1] + torch.randn(count, 16, 16, generator=generator)
+    images = images[:, None]
+    return images[:16384], classes[0, :16384], images[16384:], classes[0, 16384:]
+
+
+class Residual(nn.Module):
+    """A residual network with batch normalisation: maps images [B, 1, 16, 16] to logits [B, 16]."""
+
+    def __init__(self, widths: tuple[int, ...] = (16, 32, 64)) -> None:
+        """Draw the layers."""
+        super().__init__()
+        self.stem = _normalised(nn.Conv2d(1, widths[0], 3, padding=1, bias=False))
+        self.blocks, self.shortcuts = nn.ModuleList(), nn.ModuleList()
+        for before, after in pairwise(widths):
+            inner = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+            outer = nn.Conv2d(after, after, 3, padding=1, bias=False)
+            self.blocks.append(nn.Sequential(_normalised(inner), nn.ReLU(), _normalised(outer)))
+            self.shortcuts.append(_normalised(nn.Conv2d(before, after, 1, stride=2, bias=False)))
+        self.head = nn.Linear(widths[-1], ORIENTATIONS * FREQUENCIES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        maps = self.stem(images).relu()
+        for block, shortcut in zip(self.blocks, self.shortcuts, strict=True):
+            maps = (shortcut(maps) + block(maps)).relu()
+        logits: Tensor = self.head(maps.mean((2, 3)))
+        return logits
+
+
+def _normalised(convolution: nn.Conv2d) -> nn.Sequential:
+    return nn.Sequential(convolution, nn.BatchNorm2d(convolution.out_channels))
+
+
+class VisionTransformer(nn.Module):
+    """Transformer blocks over the patches of a gray image (Dosovitskiy et al. 2021).
+
+    Maps images [B, 1, 16, 16] to logits [B, 10].
+    """
+
+    def __init__(self, width: int = 48, blocks: int = 2, heads: int = 4, patch: int = 4) -> None:
+        """Draw the layers."""
+        super().__init__()
+        self.embed = nn.Conv2d(1, width, patch, stride=patch)
+        self.places = nn.Parameter(0.02 * torch.randn((16 // patch) ** 2, width))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(blocks)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, facts.DIGITS)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        rows = self.embed(images).flatten(2).transpose(1, 2) + self.places
+        for block in self.blocks:
+            rows = block(rows)
+        logits: Tensor = self.head(self.norm(rows).mean(1))
+        return logits
+
+
 def over_positions(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy in nats, the mean over all positions."""
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
@@ -321,6 +395,24 @@ TASKS = {
             model=Recurrent,
             loss=over_positions,
             reduction="tokens",
+            frozen=True,
+        ),
+        BoardTask(
+            name="gratings",
+            steps=300,
+            batch=64,
+            load=gratings,
+            model=Residual,
+            loss=functional.cross_entropy,
+            frozen=True,
+        ),
+        BoardTask(
+            name="patches",
+            steps=300,
+            batch=64,
+            load=lambda: rendered(16384, 2048, gray=True, seed=70),
+            model=VisionTransformer,
+            loss=functional.cross_entropy,
             frozen=True,
         ),
     )
