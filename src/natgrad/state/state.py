@@ -147,17 +147,13 @@ def checked(
         "the state may be of another curvature, form, dtype or head, or of natural Muon from when its factors of long "
         "sides were whole matrices; where ranks share the work, save state_dict(gather=True)"
     )
+    require(not missing, "state['blocks']", missing[:5], f"those of the model: each of these is missing; {hint}")
     require(not unknown, "state['blocks']", unknown[:5], "those of the model: each of these is unknown to it")
     for key, shapes in wanted.items():
         for name, shape in shapes.items():
             tensor = loaded[key].get(name)
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
-<<<<<<< HEAD
-            allowed = f"a tensor of shape {shape}" + (f": {hint}" if tensor is None else "")
-            require(found == shape, f"state['blocks'][{key!r}][{name!r}]", found, allowed)
-=======
             require(found == shape, f"state['blocks'][{key!r}][{name!r}]", found, f"a tensor of shape {shape}: {hint}")
->>>>>>> 4d790fb (Compute inverse roots on accelerators by products)
     _check_tensors(loaded, groups)
     return state
 
