@@ -6,11 +6,11 @@ import pytest
 from natgrad import tasks
 from natgrad.cli.report import page
 from natgrad.cli.report.plots import overview
-from natgrad.cli.report.sheets import NEVER, comparison_sheets, share_sheet
+from natgrad.cli.report.sheets import NEVER, comparison_sheets
 from natgrad.tasks import Metric
 from natgrad.training.compare import Comparison, TaskComparison
 from natgrad.training.result import Point, Result
-from natgrad.training.summary import shares, summarise, targets, verdict
+from natgrad.training.summary import shares, summarise, verdict
 
 FACTORS = {"natgrad": 0.2, "sgd": 4.0, "adamw": 1.0, "muon": 2.0}
 
@@ -38,38 +38,32 @@ def outcome():
     comparison = Comparison(task_names=("tabular",))
     settings = {name: comparison.contender(name, None).settings for name in FACTORS}
     results = {name: [run(factor, seed) for seed in range(3)] for name, factor in FACTORS.items()}
-    task, target = tasks.get("tabular"), targets(results)
+    task = tasks.get("tabular")
     return TaskComparison(
         task=task,
         results=results,
-        rows=[summarise(name, settings[name], results[name], task.metric, target) for name in FACTORS],
-        target=target,
-        target_origin="adamw",
+        rows=[summarise(name, settings[name], results[name]) for name in FACTORS],
+        shares=shares(results, task.metric),
         known=None,
         job=comparison.job("tabular", settings["adamw"], seed=0).resolved(),
     )
 
 
 def test_what_natgrad_wins_and_what_others_lose_is_in_the_table(outcome):
-    loss, metric, end, settings = comparison_sheets(outcome)
-    rows = {row[0]: row for row in loss.rows}
-    assert rows["natgrad"][1:3] == ("46 (45 to 46)", "0.46")
-    assert rows["sgd"][1:] == (NEVER, "-", NEVER, "-", NEVER, "-", "0 of 3")
-    assert "accuracy" in metric.title
-    assert {row[0]: row[4] for row in end.rows}["natgrad"] == "40%"
-    assert "damping 0.03" in {row[0]: row[1] for row in settings.rows}["natgrad"]
-    assert all("AdamW the others" in sheet.caption for sheet in (loss, metric, settings))
-    assert "Median of seeds 0 to 2" in end.caption
-
-
-def test_each_contender_is_shown_beside_adamw(outcome):
-    sheet = share_sheet(outcome)
-    rows = {row[0]: row[1:] for row in sheet.rows}
+    beside, end, settings = comparison_sheets(outcome)
+    rows = {row[0]: row[1:] for row in beside.rows}
     assert rows["adamw"] == ("1.00", "1.00", "1.00", "1.00")
     assert rows["sgd"] == (NEVER, NEVER, "1.00", "4.00")
     assert rows["natgrad"][3] == "0.20"
     assert float(rows["natgrad"][0]) < 0.25
-    best = verdict({"tabular": shares(outcome.results, outcome.task.metric)})
+    assert {row[0]: row[4:6] for row in end.rows}["natgrad"] == ("40%", "256")
+    assert "damping 0.03" in {row[0]: row[1] for row in settings.rows}["natgrad"]
+    assert "AdamW the others" in settings.caption
+    assert "Median of seeds 0 to 2" in end.caption
+
+
+def test_the_verdict_names_the_best(outcome):
+    best = verdict({"tabular": outcome.shares})
     assert best.startswith("To adamw's final test value on tabular, natgrad needs the fewest steps (0.")
     assert best.endswith("and ends with the lowest test error (0.20 of adamw's).")
 
@@ -110,5 +104,5 @@ def test_the_page_needs_nothing_beside_itself(outcome, tmp_path):
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
     assert "color-scheme: light dark" in text
     assert NEVER in text
-    assert parser.tags.count("table") == 4
+    assert parser.tags.count("table") == 3
     assert parser.tags.count("svg") == 1

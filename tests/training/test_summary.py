@@ -4,9 +4,8 @@ import pytest
 
 from natgrad.tasks import Metric
 from natgrad.training.result import Point, Result
-from natgrad.training.summary import Spread, final_value, ratio, summarise, targets
+from natgrad.training.summary import Spread, final_value, shares, summarise, targets
 
-LOWER = Metric(name="error", better="lower")
 HIGHER = Metric(name="accuracy", better="higher")
 
 
@@ -29,24 +28,27 @@ def run(losses, metrics, status="finished"):
 
 
 def test_the_way_to_the_target_ends_between_the_points_before_and_there():
-    results = [run([3, 1, 2], [0.1, 0.6, 0.9]), run([3, 3, 1], [0.7, 0.1, 0.2]), run([1, 1, 1], [0.0, 0.0, 0.5])]
-    row = summarise("some", {}, results, HIGHER, {"loss": 1, "metric": 0.5})
-    loss, metric = row.crossings["loss"], row.crossings["metric"]
-    assert (loss.steps, loss.reached) == (Spread(median=20, low=10, high=30), 3)
-    assert loss.seconds == Spread(median=1.0, low=0.5, high=1.5)
-    assert loss.peak_bytes == Spread(median=102, low=101, high=103)
-    assert metric.steps == Spread(median=18, low=10, high=30)
-    assert row.final["loss"] == Spread(median=1, low=1, high=2)
+    results = {
+        "adamw": [run([3, 2, 1], [0.0, 0.2, 0.5])],
+        "some": [run([1] * 3, [0.1, 0.6, 0.9]), run([1] * 3, [0.7, 0.1, 0.8]), run([1] * 3, [0.0, 0.0, 0.5])],
+        "slow": [run([1] * 3, [0.1, 0.2, 0.3])] * 2 + [run([1] * 3, [0.9] * 3)],
+        "gone": [run([1], [0.0], status="diverged")],
+    }
+    found = shares(results, HIGHER)
+    assert found.keys() == {"adamw", "some", "slow"}
+    assert (found["adamw"].steps, found["adamw"].seconds, found["adamw"].error) == (1, 1, 1)
+    assert found["some"].steps == pytest.approx(18 / 30)
+    assert found["some"].seconds == pytest.approx(0.9 / 1.5)
+    assert found["some"].error == pytest.approx(0.2 / 0.5)
+    assert (found["slow"].steps, found["slow"].seconds, found["slow"].whole) == (inf, inf, 1)
+    assert shares({"some": results["some"]}, HIGHER) == {}
+
+
+def test_a_row_holds_medians_and_what_diverged():
+    row = summarise("some", {}, [run([3, 1], [9, 9]), run([3, 2], [9, 9]), run([3], [9], status="diverged")])
+    assert row.final["loss"] == Spread(median=1.5, low=1, high=2)
     assert row.milliseconds == pytest.approx(50)
-
-
-def test_what_most_seeds_never_reach_is_not_reached():
-    results = [run([3, 2], [9, 9]), run([3, 1], [9, 9]), run([3], [9], status="diverged")]
-    crossing = summarise("some", {}, results, LOWER, {"loss": 1}).crossings["loss"]
-    assert crossing.reached == 1
-    assert crossing.steps == Spread(median=inf, low=20, high=inf)
-    assert ratio(crossing.steps, crossing.steps) is None
-    assert summarise("some", {}, results, LOWER, {}).diverged == 1
+    assert (row.peak_bytes, row.diverged) == (102, 1)
 
 
 def test_final_is_the_median_of_the_last_tenth():

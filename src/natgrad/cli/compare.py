@@ -144,21 +144,17 @@ def _report(comparison: Comparison, outcomes: list[TaskComparison], out: Path) -
     from natgrad.cli.report import page
     from natgrad.cli.report.plots import save
     from natgrad.cli.report.sheet import table, wide_console
-    from natgrad.cli.report.sheets import comparison_sheets, share_sheet
+    from natgrad.cli.report.sheets import comparison_sheets
     from natgrad.training import environment
     from natgrad.training.files import replace_text
-    from natgrad.training.summary import shares, verdict
+    from natgrad.training.summary import verdict
 
     console = wide_console()
     for outcome in outcomes:
         save(page.figure(outcome), out / f"{outcome.task.name}.svg")
         for sheet in comparison_sheets(outcome):
             console.print(table(sheet))
-    by_task = {outcome.task.name: shares(outcome.results, outcome.task.metric) for outcome in outcomes}
-    for outcome in outcomes:
-        if summary := share_sheet(outcome):
-            console.print(table(summary))
-    console.print(verdict(by_task))
+    console.print(verdict({outcome.task.name: outcome.shares for outcome in outcomes}))
     results = {"environment": environment.describe(), "tasks": [outcome.to_json() for outcome in outcomes]}
     replace_text(out / "results.json", json.dumps(results) + "\n")
     page.write(outcomes, out / "index.html")

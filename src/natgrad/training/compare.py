@@ -14,7 +14,7 @@ from natgrad.errors import require
 
 from . import contenders, environment, search, tuned
 from .build import rehearse
-from .contenders import REFERENCE, Contender
+from .contenders import Contender
 from .files import claimed
 from .job import Device, Job
 from .journal import Journal
@@ -22,7 +22,7 @@ from .launch import StoppedError
 from .optimizers import ScheduleName
 from .result import Result
 from .run import Output, train
-from .summary import Quantity, Row, summarise, targets
+from .summary import Row, Share, shares, summarise
 from .tuned import Tuned
 
 # Called with a description of the run, the numbers of finished and of all runs, and whether the run starts now.
@@ -149,6 +149,10 @@ _JOURNAL = "runs.jsonl"
 _SHARED = ("task", "task_options", "workers", "seed", "epochs", "steps", "batch_size", "schedule", "device")
 
 
+# Those that a file of tuned values notes.
+_TERMS = ("task_options", "epochs", "steps", "batch_size", "schedule", "workers")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskComparison:
     """The result of a comparison on one task.
@@ -157,8 +161,7 @@ class TaskComparison:
         task: The task.
         results: For each contender the results of its runs, one per seed.
         rows: For each contender a row of the table.
-        target: Loss and metric to reach; empty without the reference contender.
-        target_origin: A description of the origin of the target.
+        shares: What each contender needs beside the reference contender; empty without that.
         known: The tuned values, from before or from this comparison's search.
         job: The job of the first run, for the fields that all runs share.
     """
@@ -166,8 +169,7 @@ class TaskComparison:
     task: tasks.Task
     results: Mapping[str, list[Result]]
     rows: list[Row]
-    target: Mapping[Quantity, float]
-    target_origin: str
+    shares: Mapping[str, Share]
     known: Tuned | None
     job: Job
 
@@ -178,8 +180,7 @@ class TaskComparison:
             "metric": asdict(self.task.metric),
             "shared": {name: value for name, value in self.job.to_json().items() if name in _SHARED and name != "seed"},
             "first_seed": self.job.seed,
-            "target": dict(self.target),
-            "target_origin": self.target_origin,
+            "shares": {name: asdict(share) for name, share in self.shares.items()},
             "rows": [asdict(row) for row in self.rows],
             "runs": {name: [result.to_json() for result in results] for name, results in self.results.items()},
         }
@@ -238,21 +239,10 @@ def _compare_task(comparison: Comparison, task_name: str, runner: _Runner, out: 
             job = comparison.job(task_name, settings[name], seed=seed)
             results[name].append(runner.run(job, f"{name}, seed {seed}"))
     shared = comparison.job(task_name, settings[comparison.optimizers[0]], seed=comparison.first_seed).resolved()
-    terms = _terms(shared)
-    if known and known.target and known.target_terms == terms:
-        target = known.target
-        origin = f"tuned {REFERENCE}'s final values, set once and written down"
-    else:
-        target = targets(results)
-        origin = f"{REFERENCE}'s median final values in this comparison" if target else "none"
-        if comparison.trials and known and target:
-            known = replace(known, target=target, target_terms=terms)
-            tuned.write(known, out)
     task = shared.build_task()
-    rows = [summarise(name, settings[name], results[name], task.metric, target) for name in comparison.optimizers]
-    return TaskComparison(
-        task=task, results=results, rows=rows, target=target, target_origin=origin, known=known, job=shared
-    )
+    rows = [summarise(name, settings[name], results[name]) for name in comparison.optimizers]
+    found = shares(results, task.metric)
+    return TaskComparison(task=task, results=results, rows=rows, shares=found, known=known, job=shared)
 
 
 def _search(comparison: Comparison, task: str, runner: _Runner, known: Tuned | None) -> Tuned:
@@ -268,30 +258,20 @@ def _search(comparison: Comparison, task: str, runner: _Runner, known: Tuned | N
             job=partial(_trial, comparison, task, contender),
             execute=partial(runner.run, description=f"searching {name}"),
         )
-        terms = {**_terms(_trial(comparison, task, contender, {}).resolved()), "workers": comparison.workers}
-        entry = {"trials": comparison.trials, "objective": comparison.objective, "seed": search.SEED, **terms}
+        job = _trial(comparison, task, contender, {}).resolved().to_json()
+        entry = {"trials": comparison.trials, "objective": comparison.objective, "seed": search.SEED}
+        entry |= {name: job[name] for name in _TERMS}
         known = replace(
             known,
             settings={**known.settings, name: {**contender.settings, **found.best}},
             search={**known.search, name: {**entry, "log": found.log}},
             environment=environment.describe(),
         )
-        if name == REFERENCE:  # its final values must be measured again
-            known = replace(known, target={}, target_terms={})
     return known
 
 
 def _trial(comparison: Comparison, task: str, contender: Contender, point: Mapping[str, float]) -> Job:
     return comparison.job(task, {**contender.settings, **point}, seed=search.SEED)
-
-
-def _terms(job: Job) -> dict[str, Any]:
-    """Return the settings that a target depends on, besides those of the reference contender."""
-    return {
-        name: value
-        for name, value in job.to_json().items()
-        if name in ("task_options", "epochs", "steps", "batch_size", "schedule")
-    }
 
 
 def _finite(value: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Summaries of the runs of a comparison: medians and ranges over seeds, and the cost to reach a target."""
+"""Summaries of the runs of a comparison: medians and ranges over seeds, and shares of the reference contender's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, isinf
+from math import inf, isfinite
 from statistics import geometric_mean, median
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ QUANTITIES: tuple[Quantity, ...] = ("loss", "metric")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A value over seeds; infinite for a seed that did not reach the target.
+    """A value over seeds.
 
     Attributes:
         median: The median.
@@ -33,23 +33,6 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crossing:
-    """The cost to reach a target.
-
-    Attributes:
-        reached: The number of seeds that reached it.
-        steps: Optimizer steps.
-        seconds: Training time.
-        peak_bytes: Peak memory.
-    """
-
-    reached: int
-    steps: Spread
-    seconds: Spread
-    peak_bytes: Spread
-
-
-@dataclass(frozen=True, kw_only=True)
 class Row:
     """The row of a contender in a table.
 
@@ -58,9 +41,9 @@ class Row:
         settings: Its fields of the job.
         seeds: The number of runs.
         diverged: The number of diverged runs.
-        crossings: By quantity, the cost to reach the target, if there is one.
         final: By quantity, the final value of finished runs; None if there are none.
         milliseconds: Milliseconds per step of finished runs.
+        peak_bytes: Peak memory of finished runs.
         share: The preconditioner's share of the time.
     """
 
@@ -68,9 +51,9 @@ class Row:
     settings: Mapping[str, Any]
     seeds: int
     diverged: int
-    crossings: Mapping[Quantity, Crossing]
     final: Mapping[Quantity, Spread | None]
     milliseconds: float | None
+    peak_bytes: float | None
     share: float
 
 
@@ -88,22 +71,8 @@ def targets(results: Mapping[str, Sequence[Result]]) -> Mapping[Quantity, float]
     return {quantity: median(final_value(result, quantity) for result in finished) for quantity in QUANTITIES}
 
 
-def summarise(
-    name: str,
-    settings: Mapping[str, Any],
-    results: Sequence[Result],
-    metric: Metric,
-    target: Mapping[Quantity, float],
-) -> Row:
-    """Return the row of a contender.
-
-    Args:
-        name: The contender.
-        settings: Its fields of the job.
-        results: One per seed.
-        metric: The task's metric.
-        target: Loss and metric to reach; may be empty.
-    """
+def summarise(name: str, settings: Mapping[str, Any], results: Sequence[Result]) -> Row:
+    """Return the row of a contender with these settings, whose `results` are one per seed."""
     finished = [result for result in results if result.status == "finished"]
     last = [result.points[-1] for result in finished]
     return Row(
@@ -111,12 +80,12 @@ def summarise(
         settings=settings,
         seeds=len(results),
         diverged=sum(result.status == "diverged" for result in results),
-        crossings={quantity: _crossing(results, quantity, target[quantity], metric) for quantity in target},
         final={
             quantity: spread([final_value(result, quantity) for result in finished]) if finished else None
             for quantity in QUANTITIES
         },
         milliseconds=median(1000 * point.seconds / point.step for point in last) if last else None,
+        peak_bytes=median(point.peak_bytes for point in last) if last else None,
         share=median(point.share for point in last) if last else 0.0,
     )
 
@@ -157,10 +126,10 @@ def shares(results: Mapping[str, Sequence[Result]], metric: Metric) -> Mapping[s
     found = {}
     for name, runs in finished.items():
         if runs:
-            crossing = _crossing(results[name], "metric", target, metric)
+            steps, passed = zip(*(_crossing(run, target, metric) for run in results[name]), strict=True)
             found[name] = Share(
-                steps=crossing.steps.median / length,
-                seconds=crossing.seconds.median / seconds(reference),
+                steps=median(steps) / length,
+                seconds=median(passed) / seconds(reference),
                 whole=seconds(runs) / seconds(reference),
                 error=error(runs) / error(reference) if error(reference) else inf,
             )
@@ -198,26 +167,16 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median=median(values), low=min(values), high=max(values))
 
 
-def ratio(value: Spread, reference: Spread) -> float | None:
-    """Return the ratio of medians, or None if one of them is infinite."""
-    return None if isinf(value.median) or isinf(reference.median) else value.median / reference.median
-
-
-def _crossing(results: Sequence[Result], quantity: Quantity, target: float, metric: Metric) -> Crossing:
-    """Return where runs reach a target, interpolated between the evaluations before and after."""
-    sign = -1 if quantity == "metric" and metric.better == "higher" else 1
-    found: list[tuple[float, float, float]] = []
-    for result in results:
-        gaps = [sign * (getattr(point, quantity) - target) for point in result.points]
-        last = next((index for index, gap in enumerate(gaps) if gap <= 0), None)
-        if last is None:
-            found.append((inf, inf, inf))
-            continue
-        point, before = result.points[last], result.points[max(last - 1, 0)]
-        part = gaps[last] / (gaps[last] - gaps[last - 1]) if last and isfinite(gaps[last - 1]) else 0.0  # left to go
-        passed = (point.step - before.step, point.seconds - before.seconds)
-        found.append((point.step - part * passed[0], point.seconds - part * passed[1], point.peak_bytes))
-    steps, seconds, peak_bytes = (spread(list(values)) for values in zip(*found, strict=True))
-    return Crossing(
-        reached=sum(isfinite(values[0]) for values in found), steps=steps, seconds=seconds, peak_bytes=peak_bytes
+def _crossing(result: Result, target: float, metric: Metric) -> tuple[float, float]:
+    """Return the steps and seconds to a target metric, interpolated between two evaluations; infinite: not reached."""
+    sign = 1 if metric.better == "lower" else -1
+    gaps = [sign * (point.metric - target) for point in result.points]
+    first = next((index for index, gap in enumerate(gaps) if gap <= 0), None)
+    if first is None:
+        return inf, inf
+    point, before = result.points[first], result.points[max(first - 1, 0)]
+    left = gaps[first] / (gaps[first] - gaps[first - 1]) if first and isfinite(gaps[first - 1]) else 0.0
+    return (
+        point.step - left * (point.step - before.step),
+        point.seconds - left * (point.seconds - before.seconds),
     )

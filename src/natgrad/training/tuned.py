@@ -1,4 +1,4 @@
-"""Files of tuned hyper-parameters, with the target that they set and the log of the search."""
+"""Files of tuned hyper-parameters, with the log of the search."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from natgrad import tasks
 from natgrad.errors import ArgumentError, require
 
 from .files import FileError, read_json, replace_text
-from .summary import Quantity
 
 COMMITTED = Path(tasks.__file__).parent / "tuned"
 
@@ -24,16 +23,12 @@ class Tuned:
     Attributes:
         task: The task's name.
         settings: For each contender the fields of its job.
-        target: Final loss and metric of the tuned reference contender; empty before a comparison has measured them.
-        target_terms: The settings that the target applies to: length, batch, schedule and task options.
         search: For each contender the settings and the log of its search.
         environment: Machine and versions of the search.
     """
 
     task: str
     settings: Mapping[str, Mapping[str, Any]]
-    target: Mapping[Quantity, float] = field(default_factory=dict)
-    target_terms: Mapping[str, Any] = field(default_factory=dict)
     search: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -60,9 +55,6 @@ def read(task: str, folder: Path = COMMITTED) -> Tuned | None:
         for name in ("settings", "search"):
             for contender, settings in values.get(name, {}).items():
                 require(isinstance(settings, dict), f"{name} of {contender}", settings, "an object")
-        for quantity, value in values.get("target", {}).items():
-            fits = quantity in get_args(Quantity) and isinstance(value, int | float)
-            require(fits, f"target {quantity}", value, f"a number, of {' or '.join(get_args(Quantity))}")
     except ArgumentError as error:
         raise FileError(f"{path}: not a file that a search wrote: {error}") from error
     return Tuned(**values)

@@ -14,6 +14,7 @@ from natgrad.tasks import Task
 from natgrad.training import environment
 from natgrad.training.compare import TaskComparison
 from natgrad.training.files import replace_text
+from natgrad.training.summary import targets
 
 from .plots import overview, to_svg
 from .sheet import Sheet
@@ -82,7 +83,7 @@ def write_analysis(
 def figure(outcome: TaskComparison) -> Figure:
     """Draw a comparison's curves."""
     curves = {name: [result.points for result in results] for name, results in outcome.results.items()}
-    return overview(curves, outcome.task.metric, outcome.target)
+    return overview(curves, outcome.task.metric, targets(outcome.results))
 
 
 def _render(template: str, path: Path, **values: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from natgrad.training.compare import TaskComparison
 from natgrad.training.contenders import REFERENCE
 from natgrad.training.optimizers import split_for_muon
-from natgrad.training.summary import QUANTITIES, Crossing, Quantity, Row, Spread, ratio, shares
+from natgrad.training.summary import QUANTITIES, Row, Spread
 
 from .sheet import Sheet
 
@@ -18,15 +18,12 @@ _MIB = 2**20
 
 
 def comparison_sheets(outcome: TaskComparison) -> list[Sheet]:
-    """Return tables of the cost to reach each target, of final values, and of hyper-parameters."""
-    return [*(_cost(outcome, quantity) for quantity in outcome.target), _end(outcome), _settings(outcome)]
+    """Return tables of what each contender needs beside the reference contender, of final values and of settings."""
+    return [*([_beside(outcome)] if outcome.shares else []), _end(outcome), _settings(outcome)]
 
 
-def share_sheet(outcome: TaskComparison) -> Sheet | None:
-    """Return the table of what each contender needs beside the reference contender; None without that."""
-    found = shares(outcome.results, outcome.task.metric)
-    if not found:
-        return None
+def _beside(outcome: TaskComparison) -> Sheet:
+    """Return the table of steps and seconds to the reference contender's final test metric, as shares of its run."""
     metric = outcome.task.metric
     of_error = f"test {metric.name}" if metric.better == "lower" else f"1 - test {metric.name}"
 
@@ -38,40 +35,9 @@ def share_sheet(outcome: TaskComparison) -> Sheet | None:
         headings=("optimizer", "steps", "seconds", "seconds of its run", f"final {of_error}"),
         rows=[
             (name, show(share.steps), show(share.seconds), show(share.whole), show(share.error))
-            for name, share in found.items()
+            for name, share in outcome.shares.items()
         ],
         caption=f"Steps and seconds to {REFERENCE}'s final test {metric.name}. {_reading(outcome)}",
-    )
-
-
-def quantity_name(outcome: TaskComparison, quantity: Quantity) -> str:
-    """Return the name of a quantity of a task."""
-    return "training loss" if quantity == "loss" else f"test {outcome.task.metric.name}"
-
-
-def _cost(outcome: TaskComparison, quantity: Quantity) -> Sheet:
-    """Return steps, seconds and memory to reach one target, and their ratios to the reference contender's."""
-    crossings = {row.name: row.crossings[quantity] for row in outcome.rows}
-    reference = crossings.get(REFERENCE)
-    parts: list[tuple[Callable[[Crossing], Spread], Callable[[float], str]]] = [
-        (lambda crossing: crossing.steps, "{:.0f}".format),
-        (lambda crossing: crossing.seconds, "{:.2f}".format),
-        (lambda crossing: crossing.peak_bytes, _mebibytes),
-    ]
-    rows = []
-    for row in outcome.rows:
-        crossing = crossings[row.name]
-        cells = [row.name]
-        for part, show in parts:
-            share = ratio(part(crossing), part(reference)) if reference else None
-            cells += [_spread(part(crossing), show), "-" if share is None else f"{share:.2f}"]
-        rows.append((*cells, f"{crossing.reached} of {row.seeds}"))
-    against = f"/ {REFERENCE}"
-    return Sheet(
-        title=f"{outcome.task.name}: to {quantity_name(outcome, quantity)} {outcome.target[quantity]:.4g}",
-        headings=("optimizer", "steps", against, "seconds", against, "peak MiB", against, "seeds there"),
-        rows=rows,
-        caption=f"Target: {outcome.target_origin}. {_reading(outcome)} {_muon_part(outcome)}".rstrip(),
     )
 
 
@@ -81,7 +47,8 @@ def _end(outcome: TaskComparison) -> Sheet:
     for row in outcome.rows:
         finals = [_spread(row.final[each], "{:.4g}".format) for each in QUANTITIES]
         step = "-" if row.milliseconds is None else f"{row.milliseconds:.1f}"
-        rows.append((row.name, *finals, step, f"{row.share:.0%}", f"{row.diverged} of {row.seeds}"))
+        memory = "-" if row.peak_bytes is None else f"{row.peak_bytes / _MIB:.0f}"
+        rows.append((row.name, *finals, step, f"{row.share:.0%}", memory, f"{row.diverged} of {row.seeds}"))
     job = outcome.job
     length = f"{job.epochs} epochs" if job.epochs else f"{job.steps} steps"
     metric = outcome.task.metric
@@ -93,6 +60,7 @@ def _end(outcome: TaskComparison) -> Sheet:
             f"test {metric.name} ({metric.better} is better)",
             "ms a step",
             "preconditioner",
+            "peak MiB",
             "diverged",
         ),
         rows=rows,
@@ -142,15 +110,11 @@ def _reading(outcome: TaskComparison) -> str:
 
 
 def _spread(values: Spread | None, show: Callable[[float], str]) -> str:
-    if values is None or isinf(values.median):
-        return NEVER if values else "-"
+    if values is None:
+        return "-"
     if values.low == values.high:
         return show(values.median)
-    return f"{show(values.median)} ({show(values.low)} to {'never' if isinf(values.high) else show(values.high)})"
-
-
-def _mebibytes(value: float) -> str:
-    return f"{value / _MIB:.0f}"
+    return f"{show(values.median)} ({show(values.low)} to {show(values.high)})"
 
 
 def _number(value: Any) -> str:
