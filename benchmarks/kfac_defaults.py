@@ -125,7 +125,11 @@ def train(name: str, setting: Setting, steps: int, seed: int) -> float:
         if not math.isfinite(loss.item()):
             return math.inf
         loss.backward()
-        stepper.step(min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / (steps - warmup)))))
+        cosine = 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / (steps - warmup)))
+        try:
+            stepper.step(min((step + 1) / warmup, cosine))
+        except natgrad.CurvatureError:  # no finite gradients any more
+            return math.inf
     model.eval()
     inputs, targets = task.draw(task.validation, torch.Generator().manual_seed(0), True)
     with torch.no_grad():
