@@ -11,8 +11,8 @@ import natgrad
 from natgrad.damping import ByKind
 
 DEFAULTS = {
-    natgrad.KFAC: 1e-3,
-    natgrad.EKFAC: 1e-3,
+    natgrad.KFAC: 1e-2,
+    natgrad.EKFAC: 1e-2,
     natgrad.RankOne: 0.1,
     natgrad.UnitWise: 1e-3,
     natgrad.SNGD: 0.1,
@@ -101,7 +101,7 @@ def test_without_a_damping_a_curvature_takes_its_own(curvature, given):
 def test_in_a_mapping_each_layer_has_the_damping_of_its_own_curvature():
     mapping = {"0": natgrad.HyLo(1.0), "1": None, "3": natgrad.KFAC(), "*": natgrad.SNGD()}
     preconditioner, found = gradients(mapping)
-    _, wanted = gradients(mapping, damping=ByKind(1.0, layers={"0": 0.1, "3": 1e-3, "5": 0.1}))
+    _, wanted = gradients(mapping, damping=ByKind(1.0, layers={"0": 0.1, "3": 1e-2, "5": 0.1}))
     assert_close(found, wanted)
     assert preconditioner.metrics()["damping"] == 0.1  # that of the first
 
@@ -110,7 +110,7 @@ def test_explain_shows_the_damping_of_each_curvature():
     assert "damping 0.1" in gradients(natgrad.HyLo())[0].explain().note
     note = gradients({"0": natgrad.HyLo(), "3": natgrad.KFAC()})[0].explain().note
     assert "0.1 (HyLo)" in note
-    assert "0.001 (KFAC)" in note
+    assert "0.01 (KFAC)" in note
 
 
 def test_a_default_damping_that_is_no_number_is_refused():

@@ -43,6 +43,7 @@ class KFAC(Curvature):
         G: How the factor of the outputs is stored; unused with ``sides="a"``.
     """
 
+    default_damping = 1e-2
     takes_narrow = True
     trace_reads: tuple[str, ...] | None = ("A", "G")
 

@@ -122,8 +122,9 @@ class Preconditioner:
             optimizer: The KL clip reads the current learning rates from it. natgrad warns if it steps with gradients
                 that were not preconditioned. Not ``torch.optim.LBFGS``, which runs its closure inside a step.
             damping: γ: a number above 0, a callable of the step, or a `natgrad.damping.ByKind`. None: the
-                ``default_damping`` of each layer's curvature, which is 0.1 for `natgrad.SNGD`, `natgrad.HyLo` and
-                `natgrad.RankOne` and 1e-3 for the others. ``metrics()["damping"]`` then shows that of the first.
+                ``default_damping`` of each layer's curvature: 1e-2 for `natgrad.KFAC` and `natgrad.EKFAC`, 0.1 for
+                `natgrad.SNGD`, `natgrad.HyLo` and `natgrad.RankOne`, 1e-3 for the others. ``metrics()["damping"]`` then
+                shows that of the first.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16). None: off. Without an optimizer the default is
                 off, and an explicit value is an error. While ``metrics()["kl_scale"]``, ν, is below 1, the bound sets
                 the length of the step, and a larger learning rate changes nothing.
