@@ -73,7 +73,7 @@ def train(
     ] = None,
     form: Annotated[str | None, typer.Option(help="Of K-FAC: eigen, inverse ...", rich_help_panel=_CURVATURE)] = None,
     fisher: Annotated[
-        str | None, typer.Option(help="empirical or sampled, the default.", rich_help_panel=_CURVATURE)
+        str | None, typer.Option(help="empirical, the default, or sampled.", rich_help_panel=_CURVATURE)
     ] = None,
     sharing: Annotated[str | None, typer.Option(help="Of K-FAC: expand or reduce.", rich_help_panel=_CURVATURE)] = None,
     placement: Annotated[str, typer.Option(help="Where the work is done.", rich_help_panel=_CURVATURE)] = "auto",

@@ -57,7 +57,7 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
     Args:
         name: Its name.
         options: Options of its constructor.
-        fisher: "empirical" or "sampled"; None: "sampled" if the curvature supports it.
+        fisher: "empirical" or "sampled"; None: "empirical", where there is a choice.
         likelihood: The distribution that labels are sampled from.
 
     Raises:
@@ -68,7 +68,7 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
         require(fisher is None, "fisher", fisher, f"left out: {name} has no choice")
         with options_named("curvature option", options):
             return BY_NAME[name](**options)
-    fisher = fisher or "sampled"
+    fisher = fisher or "empirical"
     with options_named("curvature option", options):
         return BY_NAME[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)
 

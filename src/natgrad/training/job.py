@@ -48,7 +48,7 @@ class Job:
         curvature: "none", or the name of a curvature.
         curvature_options: Options of its constructor; `form` and `sharing` are fields of the job, too.
         form: The form of K-FAC; None: the curvature's default.
-        fisher: "empirical" or "sampled"; None: "sampled" if the curvature supports it.
+        fisher: "empirical" or "sampled"; None: "empirical", where there is a choice.
         sharing: How K-FAC combines positions of shared weights; None: the curvature's default.
         placement: The placement of the curvature's work.
         factors: Steps between updates of the factors.
