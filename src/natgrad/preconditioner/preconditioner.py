@@ -122,7 +122,7 @@ class Preconditioner:
             optimizer: The KL clip reads the current learning rates from it. natgrad warns if it steps with gradients
                 that were not preconditioned. Not ``torch.optim.LBFGS``, which runs its closure inside a step.
             damping: γ: a number above 0, a callable of the step, or a `natgrad.damping.ByKind`. None: the
-                ``default_damping`` of each layer's curvature: 1e-2 for `natgrad.KFAC` and `natgrad.EKFAC`, 0.1 for
+                ``default_damping`` of each layer's curvature: 1e-2 for `natgrad.KFAC`, `EKFAC` and `Spectral`, 0.1 for
                 `natgrad.SNGD`, `natgrad.HyLo` and `natgrad.RankOne`, 1e-3 for the others. ``metrics()["damping"]`` then
                 shows that of the first.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16). None: off. Without an optimizer the default is
@@ -434,9 +434,11 @@ class Preconditioner:
                 structure.groups, observed(structure.groups), captured=self._captured_everything()
             )
             # Perhaps to refresh none of them.
-            decided = (scheduler.selects_layers or scheduler.rule.spread > 1) and bool(usable)
+            decided = bool(usable) and (
+                scheduler.selects_layers or (scheduler.rule.spread > 1 and not structure.gathered)
+            )
             keys = usable
-            if not self._refreshes_in_background:
+            if progress.last_inverses is not None and not self._refreshes_in_background:  # the first one is at once
                 keys = usable & scheduler.turn(structure.groups, began=progress.step, step=progress.step)
             if scheduler.selects_layers:
                 keys = scheduler.select_layers(structure.decisions, usable, damping, progress.step)

@@ -324,6 +324,9 @@ def resolve_refresh(refresh: object) -> RefreshRule:
         refresh = _RULES[refresh]()
     require(isinstance(refresh, RefreshRule), "refresh", refresh, allowed)
     assert isinstance(refresh, RefreshRule)
+    check_whole("spread", refresh.spread, 1)
+    single = refresh.spread == 1 or (refresh.measure is None and not refresh.separate)
+    require(single, "spread", refresh.spread, "1 for a rule with a measure or with separate intervals")
     if refresh.measure is not None:
         require_one_of(f"{type(refresh).__name__}.measure", refresh.measure, *get_args(Measure))
     return refresh

@@ -88,7 +88,7 @@ def _unfolded(weight: nn.Parameter) -> nn.Parameter:
     """Return a kernel as a matrix that shares its memory, with its gradient; a matrix as it is."""
     if weight.ndim == 2:
         return weight
-    view = nn.Parameter(weight.detach().flatten(1))
+    view = nn.Parameter(weight.detach().view(len(weight), -1))
     view.grad = None if weight.grad is None else weight.grad.flatten(1)
     return view
 

@@ -38,8 +38,8 @@ class Window:
             first = torch.arange(positions, device=maps.device) * self.stride[axis] - self.padding[axis][0]
             offsets = torch.arange(self.kernel_size[axis], device=maps.device) * self.dilation[axis]
             met = (first[:, None] + offsets).flatten()
-            elements = torch.arange(sizes[axis], device=maps.device)
-            counts = counts[..., None] * (met[:, None] == elements).sum(0)
+            inside = met[(met >= 0) & (met < sizes[axis])]
+            counts = counts[..., None] * torch.bincount(inside, minlength=sizes[axis])
         return counts
 
     def columns(self, maps: Tensor, groups: int, piece: int) -> Iterator[Tensor]:

@@ -62,7 +62,8 @@ class RefreshScheduler:
     def spreads(self, progress: StepCounters) -> bool:
         """Return whether layers may have their turn in a step in which nothing is due."""
         began = progress.last_inverses
-        return began is not None and progress.step - began < self.turns(began)
+        later = progress.inverse_updates > 1  # the first refresh is not spread
+        return later and began is not None and progress.step - began < self.turns(began)
 
     def turn(self, groups: Sequence[BlockGroup], *, began: int, step: int) -> set[str]:
         """Return the keys of the layers whose turn is at `step`, so that all steps cost about the same."""
