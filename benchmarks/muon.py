@@ -1,7 +1,7 @@
 """Time `natgrad.NaturalMuon` beside torch's Muon and a lean one in float32: whole training steps of one process.
 
 ``python -m benchmarks.muon`` times a transformer encoder with each method at its defaults, a step of each in turn, over
-whole cycles of natural Muon's interval. "dearest" is the longest step of a cycle over the median one; "state" the bytes
+whole cycles of natural Muon's interval. "longest" is the longest step of a cycle over the median one; "state" the bytes
 of the optimizer's state over those of the parameters.
 """
 
@@ -137,7 +137,7 @@ def main(
     times = interleave(subjects, rounds=cycles * INTERVAL, title=workload.title, warm=True)
     by_cycle = {name: times[f"{name}/step"].reshape(cycles, INTERVAL) for name in METHODS}
     whole = {name: found.mean(1) for name, found in by_cycle.items()}
-    table = Table("method", "step / AdamW's", "step / torch's Muon", "step / Muon's, float32", "dearest", "state")
+    table = Table("method", "step / AdamW's", "step / torch's Muon", "step / Muon's, float32", "longest", "state")
     rows = {}
     for name in METHODS:
         typical = np.median(by_cycle[name], 0)  # of each step of a cycle
@@ -145,7 +145,7 @@ def main(
             "AdamW": median(whole[name] / whole["AdamW"]),
             "torch.optim.Muon": median(whole[name] / whole["torch.optim.Muon"]),
             "Muon, float32": median(whole[name] / whole["Muon, float32"]),
-            "dearest": float(typical.max() / np.median(typical)),
+            "longest": float(typical.max() / np.median(typical)),
             "state": trainers[name].state(),
         }
         table.add_row(name, *(f"{value:.3f}" for value in rows[name].values()))

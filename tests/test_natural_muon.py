@@ -247,3 +247,31 @@ def test_layers_that_are_thawed_train_from_then_on():
         assert steps["shift"].any()
         rms = steps["convolution.weight"].square().mean().sqrt().item()
         assert rms == pytest.approx(0.2 * 0.02, rel=1e-3)
+
+
+def test_a_spread_refresh_gives_every_layer_roots_in_the_first_one():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model, refresh=natgrad.Refresh(factors=8, inverses=8, spread=4))
+    train(model, optimizer, 0, 1)
+    for block in optimizer.preconditioner.state_dict()["blocks"].values():
+        assert block["root_G"].any()
+
+
+def test_verify_compares_layers_that_have_roots():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model, dtype=None)
+    train(model, optimizer, 0, 7)
+
+    def loss(model, batch):
+        return cross_entropy(model(batch[0]), batch[1])
+
+    assert optimizer.preconditioner.verify(batch(7), loss).worst < 1e-4
+
+
+@pytest.mark.parametrize("change", [{"measure": "drift"}, {"separate": True}, {"spread": 0}])
+def test_a_rule_that_cannot_be_spread_is_refused(change):
+    rule = natgrad.RefreshRule()
+    for name, value in {"spread": 4, **change}.items():
+        setattr(rule, name, value)
+    with pytest.raises(ValueError, match="spread"):
+        natgrad.Preconditioner(Network(), refresh=rule)

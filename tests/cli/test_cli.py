@@ -163,7 +163,7 @@ def test_compare_searches_compares_and_goes_on_where_it_stopped(tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     (task,) = results["tasks"]
     assert [len(each) for each in task["runs"].values()] == [1, 1]
-    assert task["shares"]["adamw"]["whole"] == 1
+    assert task["shares"]["adamw"]["run_seconds"] == 1
 
     # From the tuned values just found, with every run at hand: nothing is run again.
     again = run(*arguments, "--tuned", tmp_path / "tuned")

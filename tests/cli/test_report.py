@@ -63,9 +63,13 @@ def test_what_natgrad_wins_and_what_others_lose_is_in_the_table(outcome):
 
 
 def test_the_verdict_names_the_best(outcome):
-    best = verdict({"tabular": outcome.shares})
-    assert best.startswith("To adamw's final test value on tabular, natgrad needs the fewest steps (0.")
-    assert best.endswith("and ends with the lowest test error (0.20 of adamw's).")
+    text = verdict({"tabular": outcome.shares})
+    assert text.startswith("To adamw's final test value on tabular: fewest steps natgrad (0.")
+    assert text.endswith("lowest test error natgrad (0.20 of adamw's).")
+    losers = {name: outcome.shares[name] for name in ("sgd", "adamw")}
+    assert "fewest steps adamw (1.00 of adamw's run), fewest seconds adamw (1.00)" in verdict({"tabular": losers})
+    assert verdict({"tabular": {"adamw": losers["adamw"]}}) == ""
+    assert verdict({"tabular": losers, "text": {}}) == ""
 
 
 def test_curves_show_the_median_and_the_band_of_seeds():

@@ -1,11 +1,14 @@
 """Natural Muon does what its definition says, computed densely by singular values, in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import natgrad
+from natgrad.layers.gram.windows import Window
 from natgrad.linalg.roots import newton_schulz
 from tests.dense.reference import relative_error
 
@@ -125,6 +128,25 @@ def test_a_convolution_has_the_factor_of_its_channels_or_the_whole_one(options, 
         A, G = (power(damped(X), -0.25) for X in (A, g[group].mT @ g[group]))
         assert c <= 1.5 * 6 // n
         assert relative_error(found[group], update_of(G @ gradient[group] @ A, A)) < 1e-9
+
+
+def test_visits_of_a_long_window_are_those_of_its_patches():
+    window = Window(kernel_size=(3, 2), stride=(2, 1), padding=((1, 0), (0, 2)), dilation=(2, 1))
+    maps = torch.zeros(1, 1, 9, 5)
+    positions = window.positions((9, 5))
+    expected = torch.zeros(9, 5)
+    for row, column in product(range(positions[0]), range(positions[1])):
+        for i, j in product(range(3), range(2)):
+            y, x = 2 * row - 1 + 2 * i, column + j
+            if 0 <= y < 9 and 0 <= x < 5:
+                expected[y, x] += 1
+    assert torch.equal(window.count_visits(maps), expected)
+    assert (
+        Window(kernel_size=(9,), stride=(1,), padding=((4, 4),), dilation=(1,))
+        .count_visits(torch.zeros(1, 1, 300_000))
+        .sum()
+        == 9 * 300_000 - 20
+    )  # quadratic memory would be 6 TB
 
 
 def patches_of(layer, x):

@@ -11,7 +11,7 @@ from tests.dense.reference import relative_error
 from tests.distributed.jobs import batch, share
 from tests.distributed.sharded_jobs import Network
 
-STEPS = range(4)
+STEPS = range(14)  # with an interval of 4 refreshes from the fourth step on are spread
 
 
 def train(kind, options):
@@ -38,9 +38,9 @@ def train(kind, options):
     ("ranks_", "kind", "options"),
     [
         (2, "ddp", {}),
-        (2, "ddp", {"placement": "mem-opt"}),
+        (2, "ddp", {"placement": "mem-opt", "interval": 4}),
         (4, "ddp", {"placement": "reduce-scatter", "steps": None}),
-        (4, "ddp", {"placement": "hybrid:0.5"}),
+        (4, "ddp", {"placement": "hybrid:0.5", "interval": 4}),
         (2, "reduce", {"gradients": "reduce", "placement": "mem-opt"}),
         (2, "fsdp", {"placement": "mem-opt"}),
         (4, "fsdp", {"head": natgrad.Spectral(power=0.5, steps=0)}),

@@ -113,3 +113,9 @@ def test_the_learning_rate_over_a_run(name, expected):
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx([2 * each for each in expected], abs=2e-3)
+
+
+def test_muon_refuses_kernels_that_are_no_matrix_in_memory():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).to(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError, match="view"):
+        optimizers.build("muon", net, 0.02, {})

@@ -40,7 +40,7 @@ def test_the_way_to_the_target_ends_between_the_points_before_and_there():
     assert found["some"].steps == pytest.approx(18 / 30)
     assert found["some"].seconds == pytest.approx(0.9 / 1.5)
     assert found["some"].error == pytest.approx(0.2 / 0.5)
-    assert (found["slow"].steps, found["slow"].seconds, found["slow"].whole) == (inf, inf, 1)
+    assert (found["slow"].steps, found["slow"].seconds, found["slow"].run_seconds) == (inf, inf, 1)
     assert shares({"some": results["some"]}, HIGHER) == {}
 
 

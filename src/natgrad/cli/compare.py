@@ -154,7 +154,8 @@ def _report(comparison: Comparison, outcomes: list[TaskComparison], out: Path) -
         save(page.figure(outcome), out / f"{outcome.task.name}.svg")
         for sheet in comparison_sheets(outcome):
             console.print(table(sheet))
-    console.print(verdict({outcome.task.name: outcome.shares for outcome in outcomes}))
+    if sentence := verdict({outcome.task.name: outcome.shares for outcome in outcomes}):
+        console.print(sentence)
     results = {"environment": environment.describe(), "tasks": [outcome.to_json() for outcome in outcomes]}
     replace_text(out / "results.json", json.dumps(results) + "\n")
     page.write(outcomes, out / "index.html")

@@ -81,8 +81,9 @@ class Spectral(Curvature):
                 ``torch.optim.Muon``; GPUs and some CPUs multiply it several times as fast. Factors and roots are
                 computed in at least float32 in either case.
             full_factors: Whether all factors are whole matrices. By default the factor of a side that is more than 1.5
-                times as long as the other is its diagonal, and A of a convolution is that of its channels alone, summed
-                over kernel offsets, because a whole one costs most of the time and memory and gains little.
+                times as long as the other is its diagonal, because a whole one costs most of the time and memory and
+                gains little. The outputs of all `groups` count together. A of a convolution is that of its channels,
+                summed over kernel offsets, unless these are more than 1.5 times as many as the outputs.
 
         Raises:
             ValueError: if an argument is not allowed.

@@ -86,7 +86,7 @@ class PatchRows(Rows):
     @override
     def add_channel_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
         maps = self.maps.to(out.dtype)
-        gram.add_channel_gram_(out, maps * self.window.visits(maps).sqrt(), scale=scale)
+        gram.add_channel_gram_(out, maps * self.window.count_visits(maps).sqrt(), scale=scale)
 
     @override
     def part(self, start: int, stop: int) -> Rows:

@@ -292,7 +292,7 @@ class Preconditioner:
             self._update_averages(count)
         if due and (progress.last_factors is not None or self._structure.gathered):
             self._refresh(count, damping, due)
-        elif not due and self._scheduler.spreads(progress) and not self._refreshes_in_background:
+        elif not due and self._scheduler.is_spread(progress) and not self._refreshes_in_background:
             self._continue_refresh(damping)
 
         with progress.phase("solve", self._communicator):
@@ -433,14 +433,12 @@ class Preconditioner:
             usable = self._inspection.usable(
                 structure.groups, observed(structure.groups), captured=self._captured_everything()
             )
-            # Perhaps to refresh none of them.
-            decided = bool(usable) and (
-                scheduler.selects_layers or (scheduler.rule.spread > 1 and not structure.gathered)
-            )
             keys = usable
-            if progress.last_inverses is not None and not self._refreshes_in_background:  # the first one is at once
-                keys = usable & scheduler.turn(structure.groups, began=progress.step, step=progress.step)
+            if progress.last_inverses is not None and not self._refreshes_in_background:
+                keys = self._layers_at(usable, progress.step)
+            decided = bool(usable - keys)  # these come in later steps
             if scheduler.selects_layers:
+                decided = bool(usable)  # perhaps to refresh none of them
                 keys = scheduler.select_layers(structure.decisions, usable, damping, progress.step)
                 if structure.shares_work:
                     share_decisions(structure.decisions, self._communicator)
@@ -460,15 +458,20 @@ class Preconditioner:
                 progress.record_inverses(due)
 
     def _continue_refresh(self, damping: float) -> None:
-        """Decompose the layers whose turn in the last refresh is in this step."""
+        """Decompose the layers that the last refresh has left for this step."""
         progress, structure = self._progress, self._structure
         assert progress.last_inverses is not None
         with progress.phase("renew", self._communicator):
             seen = observed(structure.groups)
-            keys = self._inspection.usable(structure.groups, seen, captured=self._captured_everything())
-            keys &= self._scheduler.turn(structure.groups, began=progress.last_inverses, step=progress.step)
+            usable = self._inspection.usable(structure.groups, seen, captured=self._captured_everything())
+            keys = self._layers_at(usable, progress.last_inverses)
             work = structure.groups, structure.plan, self._communicator, keys, damping
             run_tasks(*work, self._failures, structure.precision.wire)
+
+    def _layers_at(self, usable: set[str], began: int) -> set[str]:
+        """Return the `usable` layers that are decomposed in this step of a refresh that `began` in a step."""
+        keys = [layer.key for layer, _ in self._structure.coverage.layers]
+        return usable & self._scheduler.layers_at(keys, began=began, step=self._progress.step)
 
     def _captured_everything(self) -> bool:
         """Return whether the hooks captured all statistics of all layers in this step."""

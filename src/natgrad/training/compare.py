@@ -35,7 +35,7 @@ class Comparison:
 
     Attributes:
         task_names: The names of the tasks.
-        task_options: Options of every task, and of one: "glyphs.images".
+        task_options: Options of every task, and of one, which come first: "glyphs.images".
         optimizers: The names of the contenders.
         seeds: Runs per contender, each with another seed.
         first_seed: The first seed; the others follow it.
@@ -123,11 +123,10 @@ class Comparison:
 
     def job(self, task: str, settings: Mapping[str, Any], *, seed: int) -> Job:
         """Return the job of a run."""
-        options = {
-            name.removeprefix(f"{task}."): value
-            for name, value in self.task_options.items()
-            if "." not in name or name.startswith(f"{task}.")
-        }
+        options = {name: value for name, value in self.task_options.items() if "." not in name}
+        for name, value in self.task_options.items():
+            if name.startswith(f"{task}."):
+                options[name.removeprefix(f"{task}.")] = value
         shared = {
             "task": task,
             "task_options": options,
@@ -149,7 +148,7 @@ _JOURNAL = "runs.jsonl"
 _SHARED = ("task", "task_options", "workers", "seed", "epochs", "steps", "batch_size", "schedule", "device")
 
 
-# Those that a file of tuned values notes.
+# Fields of a job that a file of tuned values records.
 _TERMS = ("task_options", "epochs", "steps", "batch_size", "schedule", "workers")
 
 

@@ -54,7 +54,7 @@ class MuonWithAdamW(Optimizer):
         matrices, others = split_for_muon(model)
         parts: list[Optimizer] = []
         if matrices:
-            views = list(map(_unfolded, matrices))
+            views = list(map(unfold_kernel, matrices))
             muon = Muon(views, lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
             muon.param_groups[0]["params"] = matrices
             parts.append(muon)
@@ -76,7 +76,7 @@ class MuonWithAdamW(Optimizer):
         for part, group in zip(self._parts, self.param_groups, strict=True):
             # Set at each step, because loading a state replaces both containers.
             parameters = group["params"]
-            matrices = list(map(_unfolded, parameters)) if isinstance(part, Muon) else parameters
+            matrices = list(map(unfold_kernel, parameters)) if isinstance(part, Muon) else parameters
             part.param_groups, part.state = [{**group, "params": matrices}], defaultdict(dict)
             for parameter, matrix in zip(parameters, matrices, strict=True):
                 part.state[matrix] = self.state[parameter]
@@ -84,7 +84,7 @@ class MuonWithAdamW(Optimizer):
         return loss
 
 
-def _unfolded(weight: nn.Parameter) -> nn.Parameter:
+def unfold_kernel(weight: nn.Parameter) -> nn.Parameter:
     """Return a kernel as a matrix that shares its memory, with its gradient; a matrix as it is."""
     if weight.ndim == 2:
         return weight

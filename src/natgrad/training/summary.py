@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import geometric_mean, median
@@ -97,13 +97,13 @@ class Share:
     Attributes:
         steps: The steps to the reference's final test metric, as a share of the run. Infinite: it is not reached.
         seconds: The training time to it, as a share of the reference's run. Infinite: it is not reached.
-        whole: The training time of its run, as a share of the reference's.
+        run_seconds: The training time of its run, as a share of the reference's.
         error: The final test error over the reference's: the metric, or 1 less the metric if higher is better.
     """
 
     steps: float
     seconds: float
-    whole: float
+    run_seconds: float
     error: float
 
 
@@ -130,7 +130,7 @@ def shares(results: Mapping[str, Sequence[Result]], metric: Metric) -> Mapping[s
             found[name] = Share(
                 steps=median(steps) / length,
                 seconds=median(passed) / seconds(reference),
-                whole=seconds(runs) / seconds(reference),
+                run_seconds=seconds(runs) / seconds(reference),
                 error=error(runs) / error(reference) if error(reference) else inf,
             )
     return found
@@ -139,27 +139,27 @@ def shares(results: Mapping[str, Sequence[Result]], metric: Metric) -> Mapping[s
 def verdict(by_task: Mapping[str, Mapping[str, Share]]) -> str:
     """Return one sentence on which contenders need the fewest steps and seconds, and which ends lowest.
 
-    Geometric means over the tasks; a target that is not reached counts as the whole run.
+    Geometric means over the tasks; a target that is not reached counts as the whole run. Empty with fewer than two
+    contenders on all tasks, the reference contender among them.
     """
-    named = [name for name in next(iter(by_task.values()), {}) if all(name in found for found in by_task.values())]
-    if REFERENCE not in named:
+    named = set.intersection(*(set(found) for found in by_task.values()))
+    if REFERENCE not in named or len(named) < 2:
         return ""
 
-    def mean(name: str, of: Callable[[Share], float]) -> float:
-        return geometric_mean(max(of(found[name]), 1e-9) for found in by_task.values())
+    def best(of: Callable[[Share], float], names: Collection[str]) -> tuple[str, str]:
+        means = {name: geometric_mean(max(of(found[name]), 1e-9) for found in by_task.values()) for name in names}
+        name = min(sorted(names), key=lambda each: means[each])
+        return name, f"{means[name]:.2f}"
 
-    parts: list[tuple[str, Callable[[Share], float]]] = [
-        ("needs the fewest steps", lambda share: min(share.steps, 1.0)),
-        ("the fewest seconds", lambda share: share.seconds if share.seconds < inf else max(share.whole, 1.0)),
-        ("ends with the lowest test error", lambda share: share.error),
-    ]
-    found, last = [], ""
-    for text, of in parts:
-        best = min(named, key=lambda name: mean(name, of))
-        found.append(f"{'' if best == last else best + ' '}{text} ({mean(best, of):.2f} of {REFERENCE}'s)")
-        last = best
-    tasks = " and ".join(by_task)
-    return f"To {REFERENCE}'s final test value on {tasks}, {found[0]} and {found[1]}, and {found[2]}."
+    there = {name for name in named if any(isfinite(found[name].steps) for found in by_task.values())} | {REFERENCE}
+    steps = best(lambda share: min(share.steps, 1.0), there)
+    seconds = best(lambda share: share.seconds if isfinite(share.seconds) else max(share.run_seconds, 1.0), there)
+    lowest = best(lambda share: share.error, named)
+    return (
+        f"To {REFERENCE}'s final test value on {' and '.join(by_task)}: fewest steps {steps[0]} ({steps[1]} of "
+        f"{REFERENCE}'s run), fewest seconds {seconds[0]} ({seconds[1]}); lowest test error {lowest[0]} "
+        f"({lowest[1]} of {REFERENCE}'s)."
+    )
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -13,6 +13,9 @@ from natgrad.errors import ArgumentError, require
 
 from .files import FileError, read_json, replace_text
 
+# Fields that earlier versions wrote.
+_REMOVED = {"target", "target_terms"}
+
 COMMITTED = Path(tasks.__file__).parent / "tuned"
 
 
@@ -47,7 +50,10 @@ def read(task: str, folder: Path = COMMITTED) -> Tuned | None:
     names = {each.name for each in fields(Tuned)}
     try:
         require(
-            {"task", "settings"} <= set(values) <= names, "fields", sorted(values), f"of {', '.join(sorted(names))}"
+            {"task", "settings"} <= set(values) <= names | _REMOVED,
+            "fields",
+            sorted(values),
+            f"of {', '.join(sorted(names))}",
         )
         require(values["task"] == task, "task", values["task"], repr(task))
         for name in names - {"task"}:
@@ -57,7 +63,7 @@ def read(task: str, folder: Path = COMMITTED) -> Tuned | None:
                 require(isinstance(settings, dict), f"{name} of {contender}", settings, "an object")
     except ArgumentError as error:
         raise FileError(f"{path}: not a file that a search wrote: {error}") from error
-    return Tuned(**values)
+    return Tuned(**{name: values[name] for name in names & set(values)})
 
 
 def write(tuned: Tuned, folder: Path) -> Path:

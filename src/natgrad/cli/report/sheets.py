@@ -19,10 +19,10 @@ _MIB = 2**20
 
 def comparison_sheets(outcome: TaskComparison) -> list[Sheet]:
     """Return tables of what each contender needs beside the reference contender, of final values and of settings."""
-    return [*([_beside(outcome)] if outcome.shares else []), _end(outcome), _settings(outcome)]
+    return [*([_comparison(outcome)] if outcome.shares else []), _end(outcome), _settings(outcome)]
 
 
-def _beside(outcome: TaskComparison) -> Sheet:
+def _comparison(outcome: TaskComparison) -> Sheet:
     """Return the table of steps and seconds to the reference contender's final test metric, as shares of its run."""
     metric = outcome.task.metric
     of_error = f"test {metric.name}" if metric.better == "lower" else f"1 - test {metric.name}"
@@ -34,7 +34,7 @@ def _beside(outcome: TaskComparison) -> Sheet:
         title=f"{outcome.task.name}: beside {REFERENCE}, whose run is 1",
         headings=("optimizer", "steps", "seconds", "seconds of its run", f"final {of_error}"),
         rows=[
-            (name, show(share.steps), show(share.seconds), show(share.whole), show(share.error))
+            (name, show(share.steps), show(share.seconds), show(share.run_seconds), show(share.error))
             for name, share in outcome.shares.items()
         ],
         caption=f"Steps and seconds to {REFERENCE}'s final test {metric.name}. {_reading(outcome)}",

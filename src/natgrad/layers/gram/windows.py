@@ -30,7 +30,7 @@ class Window:
             for size, sides, reach, step in zip(sizes, self.padding, self.reach, self.stride, strict=True)
         )
 
-    def visits(self, maps: Tensor) -> Tensor:
+    def count_visits(self, maps: Tensor) -> Tensor:
         """Return at how many positions and offsets the window meets each element of ``maps [B, C, *spatial]``."""
         counts = maps.new_ones(())
         sizes = tuple(maps.shape[2:])

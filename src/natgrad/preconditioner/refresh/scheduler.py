@@ -18,9 +18,12 @@ from natgrad.distributed import Communicator
 from natgrad.errors import require
 from natgrad.refresh import Candidate, RefreshRule
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
-from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.block_group import LayerBlocks
 from natgrad.state.counters import StepCounters
 from natgrad.state.decisions import KEPT, REFRESHED, Decisions, DecisionState
+
+# The multiples of the golden ratio, less their whole parts, are spread as evenly as can be.
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,29 +58,24 @@ class RefreshScheduler:
         due = (reads for reads in READS if _is_due(self.rule.inverse_interval(step, reads), step, last.get(reads)))
         return frozenset(due)
 
-    def turns(self, began: int) -> int:
-        """Return over how many steps the refresh that `began` at a step is spread."""
-        return min(self.rule.spread, int(self.rule.inverse_interval(began)))
-
-    def spreads(self, progress: StepCounters) -> bool:
-        """Return whether layers may have their turn in a step in which nothing is due."""
+    def is_spread(self, progress: StepCounters) -> bool:
+        """Return whether layers of the last refresh may be left for this step. The first refresh is not spread."""
         began = progress.last_inverses
-        later = progress.inverse_updates > 1  # the first refresh is not spread
-        return later and began is not None and progress.step - began < self.turns(began)
+        return began is not None and progress.inverse_updates > 1 and progress.step - began < self._length(began)
 
-    def turn(self, groups: Sequence[BlockGroup], *, began: int, step: int) -> set[str]:
-        """Return the keys of the layers whose turn is at `step`, so that all steps cost about the same."""
-        costs = {
-            member.layer.key: (member.stop - member.start) * sum(task.cost for task in group.tasks)
-            for group in groups
-            for member in group.members
-        }
-        share, before, keys = (sum(costs.values()) or 1.0) / self.turns(began), 0.0, set()
-        for key, cost in costs.items():
-            if int((before + cost / 2) / share) == step - began:
-                keys.add(key)
-            before += cost
-        return keys
+    def layers_at(self, keys: Sequence[str], *, began: int, step: int) -> set[str]:
+        """Return the layers, of all `keys` in the model's order, that are decomposed at `step`.
+
+        The refresh `began` before or then. The steps of neighbours are far apart, so that each step has about the same
+        work, also on each rank, and they do not depend on the number of ranks. If layers change while a refresh is
+        spread, some may be left out until the next.
+        """
+        length = self._length(began)
+        return {key for index, key in enumerate(keys) if int(index * _GOLDEN % 1 * length) == step - began}
+
+    def _length(self, began: int) -> int:
+        """Return the number of steps of a refresh."""
+        return min(self.rule.spread, int(self.rule.inverse_interval(began)))
 
     # --- Layer by layer -------------------------------------------------------------------------------------------
 
