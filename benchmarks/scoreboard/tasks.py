@@ -303,7 +303,7 @@ class VisionTransformer(nn.Module):
         """Draw the layers."""
         super().__init__()
         self.embed = nn.Conv2d(1, width, patch, stride=patch)
-        self.places = nn.Parameter(0.02 * torch.randn((16 // patch) ** 2, width))
+        self.places = nn.Parameter(0.5 * torch.randn((16 // patch) ** 2, width))
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
