@@ -28,9 +28,10 @@ VARIANTS = (
     "one became the default. After the results at N steps were known, momentum .95, intervals of 10 and 100 steps, and "
     "half powers without a polar factor on convolutions were tried on the same three tasks; no default changed "
     "(`docs/measurements.md`). After those at 4N, running averages over more batches (three decays), power 1/8, "
-    "damping .1 and products in bfloat16 were tried there. Since then seven forms of long sides and of the polar factor "
-    "were tried on three such tasks, and the default has cheap factors of long sides, four Polar Express steps, roots "
-    "spread over steps and bfloat16 where the device is fast. The results of natural Muon below are those before."
+    "damping .1 and products in bfloat16 were tried there. Since then seven forms of long sides and of the polar "
+    "factor were tried on three such tasks, and the default has cheap factors of long sides, four Polar Express "
+    "steps, roots spread over steps and bfloat16 where the device is fast. The results of natural Muon below are "
+    "those before."
 )
 """How many variants of ours were tried. Whoever tries more changes this text."""
 
