@@ -13,7 +13,6 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from natgrad.linalg import cusolver
 from natgrad.linalg.device import on_host
 
 
@@ -85,8 +84,22 @@ def _projected_inverse(damped: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]
 
 def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the eigendecomposition of symmetric matrices, as ``torch.linalg.eigh``."""
-    found = None if on_host(matrices) else cusolver.eigh(matrices)
-    return tuple(torch.linalg.eigh(matrices)) if found is None else found
+    if on_host(matrices):
+        return tuple(torch.linalg.eigh(matrices))
+    scaled, scale = rescaled(matrices.clone())  # CUDA's Jacobi iteration squares elements
+    values, vectors = torch.linalg.eigh(scaled)
+    return values * scale, vectors
+
+
+def rescaled(F: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide F in place so that its largest diagonal entry is 1 and squares neither overflow nor vanish.
+
+    Returns:
+        F and the divisors ``[N, 1]``.
+    """
+    scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger
+    scale = torch.where((scale > 0) & (scale < torch.inf), scale, 1)[:, None]
+    return F.div_(scale[:, :, None]), scale
 
 
 def _spd_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import require
-from natgrad.linalg import eigh, product, symmetric, tensor_on
+from natgrad.linalg import eigh, product, rescaled, symmetric, tensor_on
 from natgrad.schedule import check_whole
 
 # The first iteration rotates one in _FIRST eigenvectors, later ones one in _LATER; each typically divides the residual
@@ -69,7 +69,7 @@ class Warm:
         """
         if basis is None:
             return eigh(matrices)
-        F, scale = _scaled(symmetric(matrices))
+        F, scale = rescaled(symmetric(matrices))
         values, vectors, passed = self._refine(F, _orthogonal(basis.to(F.dtype)))
         values = (values * scale).clamp_(min=0)
         fine = torch.ones(len(F), dtype=torch.bool, device=F.device)
@@ -105,13 +105,6 @@ class Warm:
         places = torch.arange(F.shape[-1], device=F.device)
         order = torch.where((orthogonal & stays)[:, None], places, values.argsort(-1))
         return values.take_along_dim(order, -1), Q.take_along_dim(order[:, None, :], -1), passed
-
-
-def _scaled(F: Tensor) -> tuple[Tensor, Tensor]:
-    """Return F with a largest diagonal entry of 1, so that squares neither overflow nor vanish, and the divisors."""
-    scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger
-    scale = torch.where(scale > 0, scale, 1)[:, None]
-    return F.div_(scale[:, :, None]), scale
 
 
 def _rayleigh(Q: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Decompositions of many matrices at once, beside torch's own in float64."""
+"""Decompositions on a GPU, beside float64 ones."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from natgrad import linalg
-from natgrad.linalg import cusolver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -19,7 +18,7 @@ def covariances(count, size, dtype=torch.float32, *, samples=None, scale=1.0):
 
 def assert_decomposed(matrices, values, vectors):
     size, dtype = matrices.shape[-1], matrices.dtype
-    rounding = 20 * torch.finfo(dtype).eps * size**0.5
+    rounding = 100 * torch.finfo(dtype).eps * size**0.5
     scale = matrices.abs().amax().double()
     whole, values, vectors = matrices.double() / scale, values.double() / scale, vectors.double()
     exact = torch.linalg.eigvalsh(whole)
@@ -30,11 +29,6 @@ def assert_decomposed(matrices, values, vectors):
     assert (torch.linalg.matrix_norm(vectors.mT @ vectors - unit) <= rounding * size**0.5).all()
 
 
-def test_the_library_is_found():
-    """With the CUDA that torch has today; an older one may lack it."""
-    assert tuple(map(int, torch.version.cuda.split("."))) < (12, 6) or cusolver.eigh(covariances(2, 3)) is not None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 2), (1, 40), (7, 33), (20, 100), (2, 256), (2, 257), (9, 257)])
 @pytest.mark.parametrize("samples", [None, 3])
@@ -43,7 +37,8 @@ def test_matrices_are_decomposed(dtype, count, size, samples, scale):
     matrices = covariances(count, size, dtype, samples=samples, scale=scale)
     lower = matrices.tril() + torch.full_like(matrices, torch.nan).triu(1)
     before = lower.clone()
-    values, vectors = cusolver.eigh(lower)
+    values, vectors, fine = linalg.eigh(lower)
+    assert fine.all()
     assert torch.equal(lower.tril(), before.tril())
     assert (values.diff() >= 0).all()
     assert_decomposed(matrices, values, vectors)
@@ -65,7 +60,7 @@ def test_in_threads_and_on_other_streams():
 
     def decompose(own):
         with torch.cuda.stream(torch.cuda.Stream()):
-            found = [cusolver.eigh(own) for _ in range(5)]
+            found = [linalg.eigh(own)[:2] for _ in range(5)]
             torch.cuda.current_stream().synchronize()
         return found
 
