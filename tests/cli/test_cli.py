@@ -84,7 +84,6 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", "--curvature", "hylo", "--curvature-option", "rank=-1"), "--curvature-option rank=-1"),
         (("train", "tabular", "--curvature", "kfac", "--form", "round"), "--form='round'"),
         (("train", "tabular", *DASO, "--optimizer", "lbfgs"), "--averaging='daso'"),
-        (("train", "tabular", "--interface", "lo9"), "--interface='lo9'"),
         (("train", "--resume", "nowhere"), "--resume='nowhere'"),
         (("train", "--resume", "nowhere", "--lr", "3"), "--lr=3"),
         (("compare", "nothing"), "nothing"),

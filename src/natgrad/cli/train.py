@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from natgrad.training.result import Result
 
 # Options that may change when a run is resumed; all others are read from its folder.
-_RESUMABLE = ("resume", "epochs", "steps", "workers", "checkpoint_seconds", "interface")
+_RESUMABLE = ("resume", "epochs", "steps", "workers", "checkpoint_seconds")
 _CURVATURE_OPTIONS = (
     "curvature_option",
     "form",
@@ -115,13 +115,6 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Over all ranks.", rich_help_panel=_RUN)] = None,
     accumulate: Annotated[int, typer.Option(help="Backward passes a step.", rich_help_panel=_RUN)] = 1,
     workers: Annotated[int, typer.Option(help="Ranks to start on this machine.", rich_help_panel=_RUN)] = 1,
-    interface: Annotated[
-        str | None,
-        typer.Option(
-            help="Network interface that the ranks connect over; left out: the loopback interface.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
     seed: Annotated[int, typer.Option(help="Of parameters, order and noise.", rich_help_panel=_RUN)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_RUN)] = "auto",
     set_: Annotated[
@@ -199,7 +192,7 @@ def train(
         folder = out or _default_folder(job)
     output = Output(folder=folder, save_seconds=checkpoint_seconds, show=True)
     try:
-        result = run(job, output, resume=resume is not None, interface=interface)
+        result = run(job, output, resume=resume is not None)
     except StoppedError:
         result = None
     except RankError as error:

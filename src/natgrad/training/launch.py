@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from natgrad.distributed.communicator import is_lost
-from natgrad.errors import LostRankError, NatgradError, require
+from natgrad.errors import LostRankError, NatgradError
 
 from .fork_server import start_fork_server
 from .world import launched
@@ -58,28 +58,11 @@ class StoppedError(NatgradError):
     """A signal stopped the launcher and its ranks."""
 
 
-def loopback_interface() -> str:
-    """Return the name of the network interface that does not leave this machine."""
-    return "lo0" if sys.platform == "darwin" else "lo"
-
-
-def check_interface(name: str) -> None:
-    """Check the name of a network interface.
-
-    Raises:
-        ValueError: This machine has no such interface, or an outer launcher has chosen one.
-    """
-    require(not launched(), "interface", name, "left out under an outer launcher such as torchrun")
-    names = [known for _, known in socket.if_nameindex()]
-    require(name in names, "interface", name, f"one of {', '.join(names)}")
-
-
 def launch(
     function: Callable[..., T],
     *arguments: object,
     workers: int,
     own_process: bool = False,
-    interface: str | None = None,
 ) -> T:
     """Run a function on every rank and return the value of rank 0.
 
@@ -90,7 +73,6 @@ def launch(
         *arguments: Passed to every rank.
         workers: The number of ranks on this machine, with one thread each.
         own_process: Start a new process for a single rank, too, so that its memory is measured separately.
-        interface: The network interface of the connections between ranks; None: the loopback interface.
 
     Raises:
         RankError: A rank failed.
@@ -113,9 +95,7 @@ def launch(
     )
     with _restored_signals(), _silenced_logging():
         try:
-            returned: dict[int, T] = elastic_launch(config, _run_rank)(
-                interface or loopback_interface(), function, *arguments
-            )
+            returned: dict[int, T] = elastic_launch(config, _run_rank)(function, *arguments)
         except SignalException as error:
             raise StoppedError(f"stopped by {error.sigval.name}") from error
         except ChildFailedError as error:
@@ -125,10 +105,13 @@ def launch(
     return returned[0]
 
 
-def _run_rank(interface: str, function: Callable[..., T], *arguments: object) -> T:
-    """Call a function; if its connection is lost, wait, so that the launcher sees the cause first."""
+def _run_rank(function: Callable[..., T], *arguments: object) -> T:
+    """Call a function, with connections over the loopback interface, which other machines cannot reach.
+
+    If its connection is lost, wait, so that the launcher sees the cause first.
+    """
     for backend in ("GLOO", "NCCL"):
-        os.environ[f"{backend}_SOCKET_IFNAME"] = interface
+        os.environ[f"{backend}_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     try:
         return function(*arguments)
     except (RuntimeError, LostRankError) as error:

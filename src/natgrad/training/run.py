@@ -24,7 +24,7 @@ from .build import rehearse
 from .display import display
 from .files import FileError, Lock, claimed, read_json, replace_text
 from .job import CHANGEABLE, Job
-from .launch import INTERRUPTED, check_interface, launch
+from .launch import INTERRUPTED, launch
 from .loop import Observer, Training
 from .result import Point, Result, append_point, write_points
 from .world import World, join, launched, stop_requests
@@ -59,9 +59,7 @@ class Output:
         require(self.save_seconds >= 0, "save_seconds", self.save_seconds, "a number >= 0")
 
 
-def train(
-    job: Job, output: Output, *, resume: bool = False, own_process: bool = False, interface: str | None = None
-) -> Result:
+def train(job: Job, output: Output, *, resume: bool = False, own_process: bool = False) -> Result:
     """Train a job on its ranks and return the result.
 
     A run that was killed before its first checkpoint starts again from the beginning, whether it is resumed or started
@@ -73,8 +71,6 @@ def train(
         output: The output.
         resume: Continue from the newest checkpoint in the folder.
         own_process: Start a new process for a single rank, too.
-        interface: The network interface of the connections between ranks of this machine; None: the loopback interface,
-            which other machines cannot reach. Ranks of an outer launcher use what that launcher sets.
 
     Raises:
         ValueError: A setting is not allowed, the job does not fit the task's data, the folder holds another run or
@@ -84,8 +80,6 @@ def train(
         RankError: A rank failed; the newest checkpoint is kept.
         StoppedError: A signal stopped the ranks started here, after they saved a checkpoint.
     """
-    if interface is not None:
-        check_interface(interface)
     is_leader = int(os.environ.get("RANK", 0)) == 0
     resume = resume or (output.folder is not None and _may_be_restarted() and (output.folder / CONFIGURATION).exists())
     with _newest_named(output.folder if resume else None):
@@ -95,9 +89,7 @@ def train(
         _claimed(output, job, resume=resume) if output.folder is not None and is_leader else nullcontext((None, None))
     )
     with claim as (place, lock):
-        return launch(
-            _run_rank, job, output, place, lock, workers=job.workers, own_process=own_process, interface=interface
-        )
+        return launch(_run_rank, job, output, place, lock, workers=job.workers, own_process=own_process)
 
 
 def read_job(folder: Path) -> Job:
