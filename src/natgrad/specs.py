@@ -119,7 +119,7 @@ class Task:
 
     Attributes:
         name: Its name among the tasks of a curvature.
-        reads: The statistics and state tensors that it reads.
+        reads: The statistics that it reads.
         writes: The tensors that it computes; kept until its next success.
         cost: Its multiply-adds for one block, up to a factor common to all tasks. Placements balance these costs.
         diagonal_of: The statistics in `reads` of which it needs only the diagonal: it receives ``[N, d]``, in any
@@ -180,7 +180,7 @@ def check_declarations(
     summed = {spec.name for spec in statistics}
     for task in tasks:
         for what, names, known in (
-            ("reads", task.reads, summed | {spec.name for spec in state}),
+            ("reads", task.reads, summed),
             ("diagonal_of", task.diagonal_of, summed & set(task.reads)),
             ("restarts", task.restarts, summed),
         ):

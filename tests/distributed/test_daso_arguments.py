@@ -242,28 +242,6 @@ def test_refusals(ranks):
     ranks.run(2, refusals)
 
 
-def normed(whose):
-    """What the constructor says of norm statistics over all ranks, or over those of the node."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
-    group = mesh.get_group("local") if whose == "node" else None
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
-    before = model[0].weight.detach().clone()
-    try:
-        natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh).detach()
-    except ValueError as error:
-        assert torch.equal(model[0].weight, before)  # before anything was touched
-        return str(error)
-    return ""
-
-
-def test_norm_statistics_over_all_ranks_are_refused(ranks):
-    for rank, told in enumerate(ranks.run(4, normed, "world")):
-        assert "model='1: SyncBatchNorm over ranks [0, 1, 2, 3]' is not allowed" in told
-        assert f"over ranks of its node alone ({[0, 1] if rank < 2 else [2, 3]})" in told
-    assert ranks.run(4, normed, "node") == [""] * 4
-
-
 def merged(between, wait):
     """How many messages an epoch of six steps merges, at the largest B and S that are allowed."""
     model = nn.Linear(1, 1)

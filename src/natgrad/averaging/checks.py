@@ -71,7 +71,7 @@ def find_replica(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def check_wrapper(model: nn.Module, grid: Grid) -> None:
-    """Raise a ``ValueError`` if DDP, FSDP2 or SyncBatchNorm communicates between nodes in each pass."""
+    """Raise a ``ValueError`` if DDP or FSDP2 communicates between nodes in each pass."""
     node, root = grid.node_ranks, unwrap(model)
     allowed = f"wrapped over the ranks of its node alone ({node}): between nodes DASO averages"
     replica = find_replica(model)
@@ -86,17 +86,6 @@ def check_wrapper(model: nn.Module, grid: Grid) -> None:
         require(
             len(set(sizes)) == 1, "nodes", sizes, "equal where FSDP2 shards the model: shards have to fit each other"
         )
-    if not dist.is_initialized():
-        return
-    allowed = (
-        f"over ranks of its node alone ({node}): between nodes DASO averages. Give it process_group=, as "
-        'nn.SyncBatchNorm.convert_sync_batchnorm(model, mesh.get_group("local"))'
-    )
-    for name, module in root.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            found = sorted(dist.get_process_group_ranks(module.process_group))
-            where = f"{name or type(root).__name__}: SyncBatchNorm over ranks {found}"
-            require(set(found) <= set(node), "model", where, allowed)
 
 
 # --- Finite averages --------------------------------------------------------------------------------------------

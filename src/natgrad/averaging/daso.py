@@ -5,7 +5,6 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 from typing import Any, Literal
@@ -36,7 +35,7 @@ from natgrad.averaging.merge import (
 from natgrad.averaging.nodes import Grid, Nodes, check_equal
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
 from natgrad.distributed import fsdp
-from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
+from natgrad.errors import AveragingError, DivergedError, require
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -144,7 +143,7 @@ class DASO:
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
         if self._epochs.cycles:
             self._cycle.check_fits(steps_per_epoch)
-        self._preconditioner = preconditioner = _find_preconditioner(optimizer, preconditioner)
+        preconditioner = _find_preconditioner(optimizer, preconditioner)
         check_arguments(model, optimizer, mesh, nodes, scaler)
         self.model, self.optimizer, self._scaler = model, optimizer, scaler
         self._root, self._message_bytes = unwrap(model), message_bytes
@@ -194,8 +193,6 @@ class DASO:
         """Whether all ranks have the same parameters."""
         self._has_average = False
         """Whether the gradients of this step have been averaged."""
-        self._preconditioned = self._preconditioner_steps()
-        """The preconditioner's steps when the last step ended."""
         self._closed = False
 
     # --- A step -------------------------------------------------------------------------------------------------
@@ -216,15 +213,10 @@ class DASO:
                 process group.
         """
         self._check_open()
-        averages = self._gradients is not None and self.grid.inside.ranks > 1 and not self._has_average
-        if averages and self._preconditioner_steps() > self._preconditioned:
-            problem = "preconditioner.step() was called before the gradients were averaged over the node"
-            warnings.warn(f"natgrad: {problem}: call daso.average_gradients() first", NatgradWarning, stacklevel=2)
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
         if self._equal and self.grid.nodes > 1:
             (self._blocking if blocking else self._cycling).start_reference()
         self.step_optimizer()
-        self._preconditioned = self._preconditioner_steps()
         if loss is not None:  # summed without waiting for the device
             self._loss_sum = self._loss_sum + (loss.detach().double() if isinstance(loss, Tensor) else loss)
             self._loss_count += 1
@@ -447,7 +439,6 @@ class DASO:
         self._blocking.drop_reference()
         if state["anchored"]:
             self._blocking.start_reference()
-        self._preconditioned = self._preconditioner_steps()
 
     # --- Tensors and exchanges ----------------------------------------------------------------------------------
 
@@ -579,9 +570,6 @@ class DASO:
     def _check_open(self) -> None:
         if self._closed:
             raise AveragingError("this DASO was detached")
-
-    def _preconditioner_steps(self) -> int:
-        return 0 if self._preconditioner is None else self._preconditioner._progress.step
 
     def _has_gradients(self) -> bool:
         """Return whether any parameter has a gradient; a scaler raises without one."""

@@ -118,8 +118,8 @@ class Curvature(ABC):
 
         Args:
             task: The name of the task.
-            averages: The tensors ``[N, *shape]`` that the task reads: state, and running averages, bias-corrected and
-                as full matrices (diagonals for `Task.diagonal_of`). They may be changed in place.
+            averages: The running averages ``[N, *shape]`` that the task reads, bias-corrected and as full matrices
+                (diagonals for `Task.diagonal_of`). They may be changed in place.
             damping: γ at this refresh.
             previous: The last results of the task ``[N, *shape]``, not to be changed; None before its first success,
                 and without `Task.needs_previous`.

@@ -135,8 +135,7 @@ class HyLo(_RowCurvature):
             method: "kid", "kis", or "switch": KID in critical epochs, otherwise KIS. Critical epochs are the first two,
                 those after a learning rate falls to half or less, and e ≥ 2 with
                 |‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| ≥ η ‖Δ_{e-2}‖, where Δ is the gradient summed over an epoch. Call
-                ``preconditioner.next_epoch()`` at the end of each epoch; after 1000 steps without it there is a
-                warning.
+                ``preconditioner.next_epoch()`` at the end of each epoch: without it all steps belong to the first.
             fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
                 prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.

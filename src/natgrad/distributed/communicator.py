@@ -25,12 +25,8 @@ from natgrad.linalg.device import on_host
 
 # The ranks within the whole group, and the purpose: each purpose has a separate queue of messages.
 GroupKey = tuple[tuple[int, ...], str]
-# Whether a rank has the group in its cache, and the smallest free number for a new one.
-Offer = tuple[bool, int]
 
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[GroupKey, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-# By world, the highest number used so far. Addresses of destroyed groups stay in the store, so numbers are not reused.
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def is_lost(error: BaseException) -> bool:
@@ -90,7 +86,7 @@ class Communicator:
         self.seconds = 0.0
         self.call = ""
         self._sent: dict[str, float] = {}
-        self._known: dict[GroupKey, dist.ProcessGroup | None] = {}
+        self._known: dict[GroupKey, dist.ProcessGroup] = {}
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message."""
@@ -141,9 +137,13 @@ class Communicator:
         if self.group is None or (len(key[0]) == self.ranks and not purpose):
             return self.group
         if key not in self._known:
-            offers = self.all_gather_objects(_offer(self.group, key))
+            kept = _kept.setdefault(self.group, {})
+            found = self.all_gather_objects((key in kept, _group_count()))
             with self.collective():
-                self._known[key] = _subgroup(self.group, key, offers)
+                if not all(found[rank][0] for rank in ranks):
+                    members = [dist.get_global_rank(self.group, rank) for rank in ranks]
+                    kept[key] = _make(members, self.group, max(count for _, count in found))
+            self._known[key] = kept[key]
         return self._known[key]
 
     @property
@@ -397,23 +397,6 @@ def unflatten(message: Tensor, like: list[Tensor]) -> list[Tensor]:
 # --- Process groups -----------------------------------------------------------------------------------------------
 
 
-def _offer(whole: dist.ProcessGroup, key: GroupKey) -> Offer:
-    """Return the offer of this rank, which `_subgroup` needs from all ranks."""
-    return key in _kept.get(whole, {}), max(_group_count(), _numbers.get(_world(), -1) + 1)
-
-
-def _subgroup(whole: dist.ProcessGroup, key: GroupKey, offers: Sequence[Offer]) -> dist.ProcessGroup:
-    """Return the group `key` of ranks of `whole`: the cached one if all its ranks have it, otherwise a new one.
-
-    Collective; `offers` are the results of `_offer` on each rank of `whole`.
-    """
-    known = _kept.setdefault(whole, {})
-    ranks, _ = key
-    if not all(offers[rank][0] for rank in ranks):
-        known[key] = _make([dist.get_global_rank(whole, rank) for rank in ranks], whole, max(n for _, n in offers))
-    return known[key]
-
-
 def forget_subgroups(group: dist.ProcessGroup | None) -> None:
     """Drop the cached subgroups of `group`, or of its whole group, because their queues are stuck after an error."""
     for whole, known in list(_kept.items()):
@@ -459,7 +442,6 @@ def _make(ranks: list[int], like: dist.ProcessGroup, number: int) -> dist.Proces
     made = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
     for group in spare:
         dist.destroy_process_group(group)
-    _numbers[_world()] = number
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -70,7 +70,7 @@ from natgrad.refresh.policy import resolve_refresh
 from natgrad.refresh.rule import SIDES, Reads
 from natgrad.state import state as states
 from natgrad.state.counters import StepCounters
-from natgrad.state.epochs import EpochState, warn_of_missing_epochs
+from natgrad.state.epochs import EpochState
 
 
 class Preconditioner:
@@ -311,7 +311,6 @@ class Preconditioner:
         self._choose_statistics()
         self._inspection.report()
         self._failures.check()
-        warn_of_missing_epochs(progress.step, self._epochs.epoch, self._structure.groups)
 
     def next_epoch(self) -> None:
         """Mark the end of an epoch. Call it on every rank, between two steps.

@@ -136,8 +136,7 @@ class GrowingInterval:
     Source: Osawa 2019, eq. 22, section 5.4.
 
     Attributes:
-        steps_per_epoch: The steps of an epoch, which define epochs independently of ``next_epoch()``. If an epoch ends
-            by ``next_epoch()`` after fewer than half as many steps, there is a warning.
+        steps_per_epoch: The steps of an epoch, which define epochs independently of ``next_epoch()``.
         epochs: The number of epochs after which the interval grows, and of steps by which it grows.
         most: The longest interval.
 

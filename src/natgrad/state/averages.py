@@ -62,9 +62,8 @@ def unpacked(
 def corrected(
     group: BlockGroup, blocks: slice | Tensor, names: Collection[str], diagonal: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the inputs of tasks for some blocks: bias-corrected running averages, unpacked, and state."""
-    averages = unpacked(snapshot(group, blocks, names, diagonal), group.statistics, diagonal)
-    return {**averages, **read_memory(group, blocks, names)}
+    """Return the bias-corrected running averages of some blocks, unpacked."""
+    return unpacked(snapshot(group, blocks, names, diagonal), group.statistics, diagonal)
 
 
 def live_averages(group: BlockGroup, blocks: slice | Tensor) -> dict[str, Tensor]:
@@ -95,9 +94,3 @@ def allocate_memory(group: BlockGroup) -> StateTensors:
     if not group.state.memory:
         group.state.memory = StateTensors(group.memory_specs, group.size, group.solve_dtype, group.device)
     return group.state.memory
-
-
-def read_memory(group: BlockGroup, blocks: slice | Tensor, names: Collection[str]) -> dict[str, Tensor]:
-    """Return some tensors of the curvature's state for some blocks, in `BlockGroup.work_dtype`."""
-    found = [spec.name for spec in group.memory_specs if spec.name in names]
-    return {name: allocate_memory(group).read(name, blocks).to(group.work_dtype) for name in found}

@@ -1,9 +1,8 @@
-"""Epochs: which are critical (Accordion, as in Mu 2022), and warnings if the user does not end them."""
+"""Epochs, and which of them are critical (Accordion, as in Mu 2022)."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from math import isfinite
@@ -14,12 +13,9 @@ from torch import Tensor
 
 from natgrad.curvature.rows import EPOCH_GRADIENT
 from natgrad.distributed import Communicator
-from natgrad.errors import NatgradWarning, require
+from natgrad.errors import require
 from natgrad.state.averages import allocate_averages, allocate_memory
 from natgrad.state.block_group import BlockGroup
-
-PATIENCE = 1000
-"""The number of steps after which there is a warning if the first epoch has not ended."""
 
 
 def add_gradients(group: BlockGroup, W: Tensor, blocks: slice | Tensor) -> None:
@@ -105,24 +101,8 @@ class EpochState:
         fits = isinstance(state, Mapping) and state.keys() == known.keys()
         require(fits, name, sorted(map(str, state)) if isinstance(state, Mapping) else state, f"a dict of {[*known]}")
         for key, value in state.items():
-            if key == "epoch":
-                fits, allowed = type(value) is int and value >= 0, "a whole number"
-            elif isinstance(known[key], list):
-                fits = isinstance(value, list) and all(isinstance(number, (int, float)) for number in value)
-                allowed = "a list of numbers"
-            else:
-                fits, allowed = isinstance(value, bool) or (key == "used" and value is None), "a flag"
-            require(fits, f"{name}[{key!r}]", value, allowed)
+            kind = bool if key == "used" else type(known[key])
+            fits = type(value) is kind or (key == "used" and value is None)
+            fits = fits and (kind is not list or all(isinstance(number, (int, float)) for number in value))
+            require(fits, f"{name}[{key!r}]", value, f"a {kind.__name__}, of numbers if it is a list")
         return cls(**deepcopy(dict(state)))
-
-
-def warn_of_missing_epochs(step: int, epoch: int, groups: Iterable[BlockGroup]) -> None:
-    """Warn after the 1000th step, if a curvature depends on epochs and the first has not ended."""
-    if step == PATIENCE and not epoch and any(sums_gradients(group) for group in groups):
-        warnings.warn(
-            f"natgrad: {PATIENCE} steps without next_epoch(): HyLo(method='switch') takes them all for its first "
-            "epoch, in which it always chooses KID. Call preconditioner.next_epoch() after each epoch, or choose "
-            "method='kid'",
-            NatgradWarning,
-            stacklevel=4,
-        )

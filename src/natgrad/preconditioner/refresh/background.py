@@ -28,7 +28,7 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.refresh.averages import update_averages
 from natgrad.preconditioner.refresh.tasks import RAISED, TaskRun, compute, conclude, task_runs
 from natgrad.specs import Statistic, Task
-from natgrad.state.averages import read_memory, snapshot, unpacked
+from natgrad.state.averages import snapshot, unpacked
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.counters import StepCounters
 from natgrad.state.results import allocate_results, previous
@@ -185,11 +185,10 @@ class BackgroundRefresh:
         copies = []
         for blocks in run.pieces():
             averages, before = snapshot(group, blocks, task.reads, task.diagonal_of), previous(group, task, blocks)
-            state = _copied(read_memory(group, blocks, task.reads))
-            copies.append((blocks, averages, state, None if before is None else _copied(before)))
+            copies.append((blocks, averages, before and {name: tensor.clone() for name, tensor in before.items()}))
         stream, pieces = self._stream(group.device), []
-        for blocks, averages, state, before in copies:
-            work = group.curvature, task, group.statistics, damping * group.factor, averages, state, before, stream
+        for blocks, averages, before in copies:
+            work = group.curvature, task, group.statistics, damping * group.factor, averages, before, stream
             pieces.append((blocks, self._thread.submit(_decompose, *work)))
         return pieces
 
@@ -221,18 +220,12 @@ class BackgroundRefresh:
         return self._streams[device]
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
 def _decompose(
     curvature: Curvature,
     task: Task,
     statistics: tuple[Statistic, ...],
     damping: float,
     averages: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
     previous: Mapping[str, Tensor] | None,
     stream: torch.cuda.Stream | None,
 ) -> _Outcome:
@@ -242,7 +235,7 @@ def _decompose(
     """
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
     with torch.no_grad(), beside:
-        read = {**unpacked(averages, statistics, task.diagonal_of), **state}
+        read = unpacked(averages, statistics, task.diagonal_of)
         written, fine = compute(curvature, task, read, damping, previous)
         if stream is not None:
             stream.synchronize()  # before inputs are freed and results are read
