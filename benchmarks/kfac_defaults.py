@@ -12,7 +12,7 @@ import json
 import math
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 import natgrad
 from benchmarks.common import RESULTS, conditions
@@ -93,16 +93,17 @@ Setting = tuple[str, float, float, float | None]  # method, learning rate, dampi
 
 
 def build(name: str, model: nn.Module, setting: Setting) -> Stepper:
-    """Return a method: AdamW, SGD, or K-FAC in a form ("inverse", "eigen") with SGD."""
+    """Return a method: AdamW, SGD, or before SGD K-FAC in a form ("inverse", "eigen") or "ekfac"; "kfac-adamw"."""
     method, rate, damping, clip = setting
-    if method == "adamw":
-        return Stepper([AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0)], rate)
-    optimizer = SGD(model.parameters(), lr=rate, momentum=0.9)
-    if method == "sgd":
+    optimizer: Optimizer = SGD(model.parameters(), lr=rate, momentum=0.9)
+    if method.endswith("adamw"):
+        optimizer = AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0)
+    if method in ("adamw", "sgd"):
         return Stepper([optimizer], rate)
+    form: Any = "inverse" if method == "kfac-adamw" else method
     preconditioner = natgrad.Preconditioner(
         model,
-        natgrad.KFAC(form=method),  # type: ignore[arg-type]
+        natgrad.EKFAC() if method == "ekfac" else natgrad.KFAC(form=form),
         optimizer=optimizer,
         damping=damping,
         kl_clip=clip,
@@ -137,17 +138,19 @@ def train(name: str, setting: Setting, steps: int, seed: int) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def settings(forms: list[str]) -> list[Setting]:
+def settings(forms: list[str], clips: list[float | None]) -> list[Setting]:
     """Return all settings."""
     found: list[Setting] = [("adamw", rate, 0.0, None) for rate in (0.001, 0.002, 0.004, 0.008, 0.016)]
+    found += [("kfac-adamw", rate, 1e-2, None) for rate in (0.001, 0.002, 0.004, 0.008, 0.016)]
     found += [("sgd", rate, 0.0, None) for rate in (*RATES, 1.0)]
-    grid = itertools.product(forms, RATES, DAMPINGS, CLIPS)
+    grid = itertools.product(forms, RATES, DAMPINGS, clips)
     return found + [(form, rate, damping, clip) for form, rate, damping, clip in grid]
 
 
 def main(
     tasks: Annotated[str, typer.Option(help="Names, with commas.")] = ",".join(SIX),
-    forms: Annotated[str, typer.Option(help="Of K-FAC, with commas.")] = "inverse",
+    forms: Annotated[str, typer.Option(help="Of K-FAC, with commas; or ekfac.")] = "inverse",
+    clips: Annotated[str, typer.Option(help="KL clips, with commas.")] = ",".join(map(str, CLIPS)),
     steps: Annotated[int, typer.Option(help="Of a run.")] = 200,
     seeds: Annotated[int, typer.Option(help="How many, from 0.")] = 1,
     journal: Annotated[Path, typer.Option(help="Where runs are noted.")] = RESULTS / "kfac_defaults.jsonl",
@@ -158,7 +161,8 @@ def main(
     if journal.exists():
         known = dict(json.loads(line) for line in journal.read_text().splitlines())
     losses: dict[tuple[str, Setting], float] = {}
-    for name, setting in itertools.product(tasks.split(","), settings(forms.split(","))):
+    bounds = [None if clip == "None" else float(clip) for clip in clips.split(",")]
+    for name, setting in itertools.product(tasks.split(","), settings(forms.split(","), bounds)):
         found = []
         for seed in range(seeds):
             key = json.dumps([name, *setting, steps, seed])
@@ -168,16 +172,16 @@ def main(
                     file.write(json.dumps([key, known[key]]) + "\n")
             found.append(known[key])
         losses[name, setting] = median(found)
-    report(losses, tasks.split(","))
+    report(losses, tasks.split(","), bounds)
 
 
-def report(losses: dict[tuple[str, Setting], float], tasks: list[str]) -> None:
+def report(losses: dict[tuple[str, Setting], float], tasks: list[str], clips: list[float | None]) -> None:
     """Print the best of each method, and how far each pair of damping and clip is from K-FAC's best."""
     console = Console()
     every = {setting for _, setting in losses}
-    forms = sorted({setting[0] for setting in every} - {"adamw", "sgd"})
+    forms = sorted({setting[0] for setting in every} - {"adamw", "sgd", "kfac-adamw"})
     table = Table("method", *tasks, title="best final loss (learning rate, damping, KL clip)")
-    for method in ("adamw", "sgd", *forms):
+    for method in ("adamw", "kfac-adamw", "sgd", *forms):
         cells = []
         for name in tasks:
             best = min((s for s in every if s[0] == method), key=lambda s: losses[name, s])
@@ -188,7 +192,7 @@ def report(losses: dict[tuple[str, Setting], float], tasks: list[str]) -> None:
         best_of = {name: min(losses[name, s] for s in every if s[0] == form) for name in tasks}
         table = Table("damping", "KL clip", "worst", *tasks, title=f"{form}: over the best, at the best learning rate")
         rows = []
-        for damping, clip in itertools.product(DAMPINGS, CLIPS):
+        for damping, clip in itertools.product(DAMPINGS, clips):
             least = {name: min(losses[name, (form, rate, damping, clip)] for rate in RATES) for name in tasks}
             ratios = [least[name] / best_of[name] for name in tasks]
             rows.append((max(ratios), damping, clip, ratios))

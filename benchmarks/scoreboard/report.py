@@ -221,7 +221,7 @@ def beside_rivals(scores: Scores, kinds: Mapping[str, str], titles: Mapping[str,
 
 
 def defeats(scores: Scores, kinds: Mapping[str, str], titles: Mapping[str, str], reference: str) -> list[str]:
-    """Say where methods of ours are behind the best rival, at the end and at equal seconds, or end behind AdamW."""
+    """Say where methods of ours end behind rivals, in validation and training loss and at equal seconds, or AdamW."""
 
     def behind(name: str, value: Callable[[Score], float]) -> str:
         found = []
@@ -239,6 +239,7 @@ def defeats(scores: Scores, kinds: Mapping[str, str], titles: Mapping[str, str],
         adamw = [task for task, own in scores.items() if own[name].final > own[reference].final]
         lines.append(f"- **{titles[name]}** ends behind the best rival on {behind(name, lambda each: each.final)}.")
         lines.append(f"  Ends behind AdamW on {', '.join(adamw) or 'no task'}.")
+        lines.append(f"  Ends behind the best rival in training loss on {behind(name, lambda each: each.training)}.")
         equal = behind(name, lambda each: each.equal_seconds)
         lines.append(f"  After AdamW's seconds, before the end of its own schedule, behind the best rival on {equal}.")
     return lines

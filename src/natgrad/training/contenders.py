@@ -8,7 +8,7 @@ from typing import Any
 
 from natgrad.errors import require
 
-from . import optimizers
+from . import curvatures, optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def _natural(name: str, curvature: str, *, damping: tuple[float, float] = (1e-3,
         "curvature": curvature,
         "factors": 2,
         "inverses": 20,
-        "damping": 0.03,
+        "damping": curvatures.default_damping(curvature),
         "kl_clip": 1e-3,
         "learning_rate": 0.3,
     }
@@ -50,7 +50,7 @@ _KNOWN = {
             settings={"optimizer": "naturalmuon", "learning_rate": 2e-2},
             ranges={"learning_rate": (1e-3, 1.0)},
         ),
-        _natural("kfac", "kfac", form="inverse", fisher="sampled"),
+        _natural("kfac", "kfac", form="inverse"),
         Contender(
             name="sgd",
             settings={"optimizer": "sgd", "options": {"momentum": 0.9}, "learning_rate": 0.1},
@@ -67,13 +67,13 @@ _KNOWN = {
             ranges={"learning_rate": (1e-4, 1e-1)},
         ),
         # The other curvatures, with suitable intervals.
-        _natural("ekfac", "ekfac", fisher="sampled"),
-        _natural("iterative", "kfac", form="iterative", fisher="sampled", inverses=2),
-        _natural("foof", "kfac", form="inverse", fisher="empirical", curvature_options={"sides": "a"}),
+        _natural("ekfac", "ekfac"),
+        _natural("iterative", "kfac", form="iterative", inverses=2),
+        _natural("foof", "kfac", form="inverse", curvature_options={"sides": "a"}),
         _natural("rank-one", "rank-one", factors=1, inverses=1),
         # The Fisher of one batch has low rank, so that these need more damping.
-        _natural("sngd", "sngd", fisher="empirical", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),
-        _natural("hylo", "hylo", fisher="empirical", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),
+        _natural("sngd", "sngd", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),
+        _natural("hylo", "hylo", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),
     )
 }
 
