@@ -57,6 +57,27 @@ def test_a_subgroup_trains_by_itself(ranks, how):
         dense.assert_equal(solved, alone(rank // 2), 1e-10)
 
 
+def train_after_a_group_was_destroyed():
+    """Torch names a group by the number of groups, which falls when one is destroyed."""
+    other, temporary = dist.new_group(), dist.new_group()
+    for group in (dist.group.WORLD, other):
+        model = DistributedDataParallel(network(), process_group=group)
+        preconditioner = natgrad.Preconditioner(model, placement="background", damping=0.05)
+        for step in range(3):  # the second one makes a subgroup
+            x, y = batch(10 * step + dist.get_rank())
+            model.zero_grad()
+            cross_entropy(model(x), y).backward()
+            preconditioner.step()
+        if group is dist.group.WORLD:
+            dist.destroy_process_group(temporary)
+    return dense.gradients(model.module)
+
+
+def test_a_group_that_the_user_destroys(ranks):
+    first, second = ranks.run(2, train_after_a_group_was_destroyed)
+    dense.assert_equal(first, second, 0)
+
+
 def contradict():
     group, _, _ = pairs()
     model = network()

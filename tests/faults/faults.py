@@ -129,6 +129,12 @@ _add(
     ("capture.capture:Capture._observe", "rows = rows.masked(counted)", "pass"),
 )
 _add(
+    "shared_inputs",
+    "A layer takes the Gram matrix of a tensor as it was before it was changed in place.",
+    "dense/test_shared_inputs.py::test_a_tensor_that_is_changed_in_place_is_another_one",
+    ("layers.rows:SharedInput.is_of", " and self._version == tensor._version", ""),
+)
+_add(
     "heads_in_the_middle",
     "The first layer counts as nearest to the loss.",
     "test_heads.py::test_heads_are_found_when_the_optimizer_is_built",

@@ -127,7 +127,8 @@ class GradientAudit:
         warnings.warn(text, NatgradWarning, stacklevel=4)  # of `step`
 
     def _causes(self) -> str:
-        averaged = "nothing averages gradients over the ranks (wrap the model, or pass gradients='reduce')"
+        averaged = "nothing averages gradients over the ranks (wrap the model, pass gradients='reduce', or under DASO "
+        averaged += "call daso.average_gradients() first)"
         if self._reduces:
             averaged = "they are averaged over the ranks already (pass gradients='averaged')"
         return (

@@ -11,31 +11,26 @@ from torch import Tensor
 from natgrad.capture.forward import ForwardPass
 from natgrad.curvature import Curvature
 from natgrad.layers import Layer
-from natgrad.layers.rows import DenseRows, Rows
+from natgrad.layers.rows import DenseRows, Rows, SharedInput
 
 
 class Saved:
-    """A tensor saved through autograd's saved-tensor hooks, which may recompute it (checkpoints) or offload it.
+    """A tensor saved through autograd's saved-tensor hooks, which may recompute it (checkpoints) or offload it."""
 
-    Attributes:
-        grams: Its Gram matrices, which layers that read it in one forward pass share. None: one layer reads it.
-        anchor: Its place in autograd, if there are such hooks.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Keep `tensor`, without its graph."""
-        self.grams: dict[object, Tensor] | None = None
+    def __init__(self, tensor: Tensor, source: SharedInput | None = None) -> None:
+        """Keep `tensor`, without its graph; `source` if several layers read it."""
+        self.source = source
         self.outline = self._plain = tensor.detach()
-        self.anchor: Tensor | None = None
+        self._anchor: Tensor | None = None
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            self.outline, self.anchor = outline(tensor), _Save.apply(self._plain, _LEAF)
+            self.outline, self._anchor = outline(tensor), _Save.apply(self._plain, _LEAF)
             del self._plain
 
     def get(self) -> Tensor:
         """Return the tensor."""
-        if self.anchor is None:
+        if self._anchor is None:
             return self._plain
-        node: Any = self.anchor.grad_fn
+        node: Any = self._anchor.grad_fn
         tensor: Tensor = node.saved_tensors[0]
         return tensor
 

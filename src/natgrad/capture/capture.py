@@ -20,7 +20,7 @@ from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.calls import LayerCall, Pooled, Saved, outline
 from natgrad.capture.counts import Count, LossTerms, Reductions
-from natgrad.capture.forward import ForwardPass, ForwardPasses
+from natgrad.capture.forward import ForwardPasses
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.sampled import destination, differentiate_to, sources
 from natgrad.capture.sums import RowBuffer, StatisticsBuffer
@@ -28,7 +28,7 @@ from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Rows
-from natgrad.layers.rows import MatrixRows, by_sample
+from natgrad.layers.rows import MatrixRows, SharedInput, by_sample
 from natgrad.linalg.device import full_products, known_all
 from natgrad.refresh.rule import Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -223,7 +223,8 @@ class Capture:
         batch = -1 if forward is None else int(self.forward.batch)
         # Statistics need the inputs; counting samples only needs their shape.
         wanted = self._wants(name)
-        saved = _save(inputs, forward) if wanted or self.audit.wants(name) else None
+        source = self.forward.shared_input(inputs) if wanted else None
+        saved = Saved(inputs, source) if wanted or self.audit.wants(name) else None
         shape = outline(inputs) if saved is None else saved.outline
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
@@ -304,7 +305,7 @@ class Capture:
             self.audit.add(use.layer, known, gradient, samples)
         if collects:
             with full_products(gradient.device):
-                self._observe(use, task, samples, known, inputs.grams, gradient)
+                self._observe(use, task, samples, known, inputs.source, gradient)
 
     def _discard_cleared_passes(self) -> None:
         self.discard_cleared_passes(
@@ -319,13 +320,13 @@ class Capture:
             self.discard()
 
     def _observe(
-        self, use: LayerCall, task: int, samples: int, inputs: Tensor, grams: dict[object, Tensor] | None, g: Tensor
+        self, use: LayerCall, task: int, samples: int, inputs: Tensor, source: SharedInput | None, gradient: Tensor
     ) -> None:
         """Add the rows of one use of a layer to its sums, or pool them."""
         layer, name, reduction = use.layer, use.primary.name, self._reductions.of(use.primary.name)
-        rows, gradients = layer.rows(inputs, g, samples)
+        rows, gradients = layer.rows(inputs, gradient, samples)
         if isinstance(rows, MatrixRows):
-            rows.grams = grams
+            rows.source = source
         if reduction == "tokens":
             counted = gradients.nonzero()
             if not known_all(counted):
@@ -338,7 +339,7 @@ class Capture:
                 self._flush(name)
             return
         self._accumulate(name, rows, gradients, scale)
-        self._count(name, task, rows, samples, layer.positions(g))
+        self._count(name, task, rows, samples, layer.positions(gradient))
 
     def _accumulate(self, name: str, inputs: Rows, gradients: Rows, scale: float) -> None:
         """Add the rows of a layer to its sums."""
@@ -398,17 +399,6 @@ class Capture:
         beyond = samples > most or not tokens  # a count of samples says nothing about positions
         before = count.known(task) if tokens else 0  # a head may be applied in pieces
         count.count(task, most if inputs.one_hot else min(before + samples, most), rows, beyond=beyond)
-
-
-def _save(inputs: Tensor, forward: ForwardPass | None) -> Saved:
-    """Keep the inputs of a layer; once for all layers that read the same tensor in a forward pass."""
-    saved = Saved(inputs)
-    if forward is None or saved.anchor is not None:
-        return saved
-    known: Saved = forward.saved.setdefault(id(inputs), (inputs, saved))[1]
-    if known is not saved:
-        known.grams = {} if known.grams is None else known.grams
-    return known
 
 
 def _refuse(gradient: Tensor) -> NoReturn:

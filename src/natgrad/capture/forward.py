@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from natgrad.layers.rows import SharedInput
+
 # The batch size outside of a forward pass.
 NO_BATCH = torch.tensor(-1, device="cpu")
 # The number of dimensions of an image.
@@ -60,13 +62,11 @@ class ForwardPass:
     Attributes:
         first: The first backward pass through it.
         batch: The batch size of the model's input. -1: unknown.
-        saved: The inputs of layers and what keeps them, by the ``id`` of the tensor, while the pass is in progress.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.batch = -1
-        self.saved: dict[int, tuple[Tensor, Any]] = {}
         self._rows: dict[str, int] = {}
         self._lengths: set[int] = set()
 
@@ -97,6 +97,7 @@ class ForwardPasses:
     def __init__(self) -> None:
         self.batch = NO_BATCH
         self.current: ForwardPass | None = None
+        self._inputs: dict[int, SharedInput] = {}  # of the pass in progress, by the ``id`` of the tensor
         self.reset()
 
     def reset(self) -> None:
@@ -115,8 +116,17 @@ class ForwardPasses:
             self.current.batch = number
             self.samples += max(0, number)
 
+    def shared_input(self, tensor: Tensor) -> SharedInput | None:
+        """Return what the layers that read `tensor` in the pass in progress share. None: no pass is in progress."""
+        if self.current is None or tensor.is_inference():  # the latter have no version
+            return None
+        known = self._inputs.get(id(tensor))
+        if known is None or not known.is_of(tensor):
+            known = self._inputs[id(tensor)] = SharedInput(tensor)
+        known.readers += 1
+        return known
+
     def leave(self) -> None:
         """End the pass. Layers called outside of the model do not belong to it."""
-        if self.current is not None:
-            self.current.saved.clear()
         self.current = None
+        self._inputs.clear()

@@ -27,6 +27,8 @@ from natgrad.linalg.device import on_host
 GroupKey = tuple[tuple[int, ...], str]
 
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[GroupKey, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+# By world, the highest number used so far. Addresses of destroyed groups stay in the store, so numbers are not reused.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def is_lost(error: BaseException) -> bool:
@@ -138,11 +140,11 @@ class Communicator:
             return self.group
         if key not in self._known:
             kept = _kept.setdefault(self.group, {})
-            found = self.all_gather_objects((key in kept, _group_count()))
+            found = self.all_gather_objects((key in kept, max(_group_count(), _numbers.get(_world(), -1) + 1)))
             with self.collective():
                 if not all(found[rank][0] for rank in ranks):
                     members = [dist.get_global_rank(self.group, rank) for rank in ranks]
-                    kept[key] = _make(members, self.group, max(count for _, count in found))
+                    kept[key] = _make(members, self.group, max(number for _, number in found))
             self._known[key] = kept[key]
         return self._known[key]
 
@@ -442,6 +444,7 @@ def _make(ranks: list[int], like: dist.ProcessGroup, number: int) -> dist.Proces
     made = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
     for group in spare:
         dist.destroy_process_group(group)
+    _numbers[_world()] = number
     assert isinstance(made, dist.ProcessGroup)
     return made
 

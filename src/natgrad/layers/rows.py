@@ -5,6 +5,7 @@ Shapes: n blocks (groups of a convolution), B samples, T positions, d columns.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 
 import torch
@@ -100,14 +101,43 @@ class DenseRows(Rows):
         return self.values
 
 
+class SharedInput:
+    """A tensor that several layers read in one forward pass; their Gram matrix is computed once.
+
+    Attributes:
+        readers: The number of uses of layers that read it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.readers = 0
+        self._tensor, self._version = weakref.ref(tensor), tensor._version
+        self._gram: Tensor | None = None
+        self._kind: object = None
+        self._waiting = 0  # the readers that have not taken `_gram`
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether this is `tensor`, and its values have not changed."""
+        return self._tensor() is tensor and self._version == tensor._version
+
+    def gram(self, rows: MatrixRows, like: Tensor) -> Tensor:
+        """Return the Gram matrix of a reader's rows ``[1, d, d]``; it is kept until every reader has taken it."""
+        gram, kind = self._gram, (rows.matrix.shape, rows.bias, like.dtype)
+        if gram is None or kind != self._kind:
+            gram, self._kind, self._waiting = torch.zeros_like(like), kind, self.readers
+            rows.add_unshared_gram_(gram)
+        self._waiting -= 1
+        self._gram = gram if self._waiting else None
+        return gram
+
+
 class MatrixRows(Rows):
     """Rows of one block, features last: ``matrix [B T, d]``, with an implicit trailing 1 if `bias`.
 
     Attributes:
-        grams: The Gram matrices of the tensor that they are of, which other layers may read too. None: it has one user.
+        source: The tensor that they are of, if several layers read it; they share its Gram matrix.
     """
 
-    grams: dict[object, Tensor] | None = None
+    source: SharedInput | None = None
 
     def __init__(self, matrix: Tensor, samples: int, *, bias: bool = False) -> None:
         self.matrix, self.bias = matrix, bias
@@ -115,14 +145,14 @@ class MatrixRows(Rows):
 
     @override
     def add_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
-        if self.grams is None:
-            gram.add_row_gram_(out[0], self.matrix, scale=scale, bias=self.bias)
-            return
-        kind = self.matrix.shape, self.bias, out.dtype
-        if kind not in self.grams:
-            self.grams[kind] = torch.zeros_like(out)
-            gram.add_row_gram_(self.grams[kind][0], self.matrix, bias=self.bias)
-        out.add_(self.grams[kind], alpha=scale)
+        if self.source is not None and self.source.readers > 1:
+            out.add_(self.source.gram(self, out), alpha=scale)
+        else:
+            self.add_unshared_gram_(out, scale=scale)
+
+    def add_unshared_gram_(self, out: Tensor, *, scale: float = 1.0) -> None:
+        """Add the Gram matrix, which other readers of the input do not use."""
+        gram.add_row_gram_(out[0], self.matrix, scale=scale, bias=self.bias)
 
     @override
     def squares(self) -> Tensor:

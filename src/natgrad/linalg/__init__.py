@@ -86,18 +86,18 @@ def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the eigendecomposition of symmetric matrices, as ``torch.linalg.eigh``."""
     if on_host(matrices):
         return tuple(torch.linalg.eigh(matrices))
-    scaled, scale = rescaled(matrices.clone())  # CUDA's Jacobi iteration squares elements
+    scaled, scale = rescale_(matrices.clone())  # CUDA's Jacobi iteration squares elements
     values, vectors = torch.linalg.eigh(scaled)
     return values * scale, vectors
 
 
-def rescaled(F: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide F in place so that its largest diagonal entry is 1 and squares neither overflow nor vanish.
+def rescale_(F: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide positive semi-definite matrices, in place, by their largest entries, so that squares do not overflow.
 
     Returns:
         F and the divisors ``[N, 1]``.
     """
-    scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger
+    scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)
     scale = torch.where((scale > 0) & (scale < torch.inf), scale, 1)[:, None]
     return F.div_(scale[:, :, None]), scale
 

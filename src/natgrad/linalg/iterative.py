@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import require
-from natgrad.linalg import eigh, product, rescaled, symmetric, tensor_on
+from natgrad.linalg import eigh, product, rescale_, symmetric, tensor_on
 from natgrad.schedule import check_whole
 
 # The first iteration rotates one in _FIRST eigenvectors, later ones one in _LATER; each typically divides the residual
@@ -69,7 +69,7 @@ class Warm:
         """
         if basis is None:
             return eigh(matrices)
-        F, scale = rescaled(symmetric(matrices))
+        F, scale = rescale_(symmetric(matrices))
         values, vectors, passed = self._refine(F, _orthogonal(basis.to(F.dtype)))
         values = (values * scale).clamp_(min=0)
         fine = torch.ones(len(F), dtype=torch.bool, device=F.device)

@@ -101,8 +101,12 @@ class EpochState:
         fits = isinstance(state, Mapping) and state.keys() == known.keys()
         require(fits, name, sorted(map(str, state)) if isinstance(state, Mapping) else state, f"a dict of {[*known]}")
         for key, value in state.items():
-            kind = bool if key == "used" else type(known[key])
-            fits = type(value) is kind or (key == "used" and value is None)
-            fits = fits and (kind is not list or all(isinstance(number, (int, float)) for number in value))
-            require(fits, f"{name}[{key!r}]", value, f"a {kind.__name__}, of numbers if it is a list")
+            if key == "epoch":
+                fits, allowed = type(value) is int and value >= 0, "a whole number"
+            elif isinstance(known[key], list):
+                fits = isinstance(value, list) and all(isinstance(number, (int, float)) for number in value)
+                allowed = "a list of numbers"
+            else:
+                fits, allowed = isinstance(value, bool) or (key == "used" and value is None), "a flag"
+            require(fits, f"{name}[{key!r}]", value, allowed)
         return cls(**deepcopy(dict(state)))

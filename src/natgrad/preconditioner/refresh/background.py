@@ -185,7 +185,8 @@ class BackgroundRefresh:
         copies = []
         for blocks in run.pieces():
             averages, before = snapshot(group, blocks, task.reads, task.diagonal_of), previous(group, task, blocks)
-            copies.append((blocks, averages, before and {name: tensor.clone() for name, tensor in before.items()}))
+            before = None if before is None else {name: tensor.clone() for name, tensor in before.items()}
+            copies.append((blocks, averages, before))
         stream, pieces = self._stream(group.device), []
         for blocks, averages, before in copies:
             work = group.curvature, task, group.statistics, damping * group.factor, averages, before, stream
