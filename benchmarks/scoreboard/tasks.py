@@ -293,6 +293,25 @@ def _normalised(convolution: nn.Conv2d) -> nn.Sequential:
     return nn.Sequential(convolution, nn.BatchNorm2d(convolution.out_channels))
 
 
+class Block(nn.Module):
+    """Self-attention over all positions and a perceptron, each after a norm; made of linear layers."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        """Draw the layers."""
+        super().__init__()
+        self.heads, self.packed, self.mix = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Map [B, T, width] to the same shape."""
+        parts = self.packed(self.before(rows)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        rows = rows + self.mix(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        moved: Tensor = rows + self.perceptron(self.between(rows))
+        return moved
+
+
 class VisionTransformer(nn.Module):
     """Transformer blocks over the patches of a gray image (Dosovitskiy et al. 2021).
 
@@ -304,19 +323,12 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.embed = nn.Conv2d(1, width, patch, stride=patch)
         self.places = nn.Parameter(0.5 * torch.randn((16 // patch) ** 2, width))
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(blocks)
-        )
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, facts.DIGITS)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
-        rows = self.embed(images).flatten(2).transpose(1, 2) + self.places
-        for block in self.blocks:
-            rows = block(rows)
+        rows = self.blocks(self.embed(images).flatten(2).transpose(1, 2) + self.places)
         logits: Tensor = self.head(self.norm(rows).mean(1))
         return logits
 
@@ -414,6 +426,7 @@ TASKS = {
             model=VisionTransformer,
             loss=functional.cross_entropy,
             frozen=True,
+            revision=2,
         ),
     )
 }
