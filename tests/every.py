@@ -14,6 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from natgrad.curvature import Curvature
 
+
+class SpectralOfLongSides(natgrad.Spectral):
+    """Natural Muon that treats small layers as it treats large ones: diagonals, and factors of channels."""
+
+    _whole_size = 0
+
+
 EVERY: dict[str, Callable[..., Curvature]] = {
     "kfac eigen": natgrad.KFAC,
     "kfac inverse": partial(natgrad.KFAC, form="inverse"),
@@ -22,7 +29,7 @@ EVERY: dict[str, Callable[..., Curvature]] = {
     "kfac iterative": partial(natgrad.KFAC, form="iterative"),
     "ekfac": natgrad.EKFAC,
     "rank one": natgrad.RankOne,
-    "spectral": natgrad.Spectral,
+    "spectral": SpectralOfLongSides,
     "sngd": natgrad.SNGD,
     "hylo whole": partial(natgrad.HyLo, rank=1.0, method="kid"),
     "hylo kid": partial(natgrad.HyLo, rank=0.5, method="kid"),

@@ -59,7 +59,7 @@ def precondition(model, curvature, x, y, preconditioner=None):
 
 
 @pytest.mark.parametrize(("exponent", "steps"), [(0.25, None), (0.5, None), (0.25, 0), (0.5, 0)])
-@pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (7, 5)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (7, 5), (256, 5)])
 def test_a_linear_layer_moves_by_the_definition(exponent, steps, inputs, outputs):
     torch.manual_seed(0)
     model = nn.Linear(inputs, outputs).double()
@@ -75,15 +75,17 @@ def test_a_linear_layer_moves_by_the_definition(exponent, steps, inputs, outputs
             model.weight -= 0.1 * model.weight.grad
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(5, 12), (12, 5)])
-def test_the_factor_of_a_long_side_is_its_diagonal(inputs, outputs):
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 257), (257, 5)])
+def test_the_factor_of_a_long_side_is_its_diagonal_or_the_whole_one(inputs, outputs, full):
     torch.manual_seed(0)
     model = nn.Linear(inputs, outputs, bias=False).double()
     x, y = torch.randn(16, inputs).double(), torch.randn(16, outputs).double()
     g = 2 * (model(x) - y).detach() / outputs
-    precondition(model, spectral(), x, y)
+    precondition(model, natgrad.Spectral(steps=None, momentum=MOMENTUM, factor_decay=DECAY, full_factors=full), x, y)
     A, G = (rows.mT @ rows / 16 for rows in (x, g))
-    A, G = (A.diagonal().diag(), G) if inputs > outputs else (A, G.diagonal().diag())
+    if not full:
+        A, G = (A.diagonal().diag(), G) if inputs > outputs else (A, G.diagonal().diag())
     A, G = (power(damped(X), -0.25) for X in (A, G))
     assert relative_error(model.weight.grad, update_of(G @ g.mT @ x @ A, A)) < 1e-9
 
@@ -106,13 +108,15 @@ CONVOLUTIONS = [
 
 @pytest.mark.parametrize("options", CONVOLUTIONS)
 @pytest.mark.parametrize("full", [False, True])
-def test_a_convolution_has_the_factor_of_its_channels_or_the_whole_one(options, full):
+def test_a_convolution_has_the_factor_of_its_channels_or_the_whole_one(monkeypatch, options, full):
     torch.manual_seed(0)
+    if not full:
+        monkeypatch.setattr(natgrad.Spectral, "_whole_size", 0)
     layer = nn.Conv2d(4, 6, bias=False, **options).double()
     n, (kh, kw) = layer.groups, layer.kernel_size
     x = torch.randn(3, 4, 7, 8).double()
     y = layer(x).detach() + torch.randn_like(layer(x))
-    curvature = natgrad.Spectral(steps=None, momentum=MOMENTUM, factor_decay=DECAY, full_factors=full)
+    curvature = natgrad.Spectral(steps=None, momentum=MOMENTUM, factor_decay=DECAY)
     precondition(layer, curvature, x, y)
     g = (2 * (layer(x) - y) / y[0].numel()).detach().movedim(1, -1).flatten(0, 2).chunk(n, 1)
     patches = patches_of(layer, x)  # [positions, n, c, kh * kw]

@@ -47,6 +47,8 @@ class Spectral(Curvature):
     needs_results = False  # without roots it is Muon
     trace_reads = ("A", "G")
     covers_bias = False
+    # The size up to which every factor is whole: the decomposition of a larger one takes more than a few milliseconds.
+    _whole_size = 256
 
     def __init__(
         self,
@@ -80,10 +82,11 @@ class Spectral(Curvature):
             dtype: That of the update's products. None: the gradient's, at least float32. ``torch.bfloat16``: as
                 ``torch.optim.Muon``; GPUs and some CPUs multiply it several times as fast. Factors and roots are
                 computed in at least float32 in either case.
-            full_factors: Whether all factors are whole matrices. By default the factor of a side that is more than 1.5
-                times as long as the other is its diagonal, because a whole one costs most of the time and memory and
-                gains little. The outputs of all `groups` count together. A of a convolution is that of its channels,
-                summed over kernel offsets, unless these are more than 1.5 times as many as the outputs.
+            full_factors: Whether all factors are whole matrices. By default those of at most 256 columns are, and of
+                larger ones a side that is more than 1.5 times as long as the other has its diagonal, because a whole
+                factor would cost most of the time and memory. The outputs of all `groups` count together. A of a
+                convolution with more columns is that of its channels, summed over kernel offsets, or the diagonal if
+                these are more than 256 and more than 1.5 times as many as the outputs.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -118,10 +121,11 @@ class Spectral(Curvature):
         A = G = Side()
         offsets = 1
         if not self.full_factors:
-            channels = layer.inputs // layer.offsets
-            A = Side(full=channels <= LONG * layer.outputs)
-            G = Side(full=layer.outputs <= LONG * layer.inputs)
-            offsets = layer.offsets if A.full else 1
+            G = Side(full=layer.outputs <= max(self._whole_size, LONG * layer.inputs))
+            if layer.inputs > self._whole_size:
+                channels = layer.inputs // layer.offsets
+                A = Side(full=channels <= max(self._whole_size, LONG * layer.outputs))
+                offsets = layer.offsets if A.full else 1
         widest = max(A.full * layer.inputs // offsets, G.full * layer.outputs)
         if self.max_factor_size is not None and widest > self.max_factor_size:
             return f"{widest} wide, more than max_factor_size={self.max_factor_size}"

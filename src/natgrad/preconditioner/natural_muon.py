@@ -97,7 +97,8 @@ class NaturalMuon(PreconditionedOptimizer):
                 (`natgrad.DoublingInterval`). The roots of the layers are computed in up to 8 steps from then on, some
                 in each, so that no step takes much longer than others.
             steps: Newton-Schulz steps of the polar factor (`natgrad.Spectral`).
-            full_factors: Whether long sides and convolutions have whole factors too (`natgrad.Spectral`).
+            full_factors: Whether long sides and convolutions of more than 256 columns have whole factors too
+                (`natgrad.Spectral`).
             betas: AdamW's β₁ and β₂.
             eps: AdamW's ε.
             head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or another
