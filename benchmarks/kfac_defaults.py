@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -62,11 +63,11 @@ def kinds(count: int, generator: torch.Generator, _: bool) -> tuple[Tensor, Tens
     return images, labels
 
 
-def perceptron(*sizes: int) -> nn.Sequential:
-    """Return a perceptron with tanh between its layers."""
+def perceptron(*sizes: int, activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
+    """Return a perceptron."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
-        layers += [nn.Linear(before, after), nn.Tanh()]
+        layers += [nn.Linear(before, after), activation()]
     return nn.Sequential(*layers[:-1])
 
 

@@ -321,11 +321,13 @@ RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 
-def train(task: Task, method: str, lr: float, steps: int, seed: int) -> dict[str, float]:
+def train(
+    task: Task, build: Callable[[nn.Module, float], Stepper], lr: float, steps: int, seed: int
+) -> dict[str, float]:
     """Train once; return the final validation loss and the seconds of processor time that a step took."""
     torch.manual_seed(seed)
     model, generator = task.model(), torch.Generator().manual_seed(seed + 1)
-    stepper = METHODS[method](model, lr)
+    stepper = build(model, lr)
     warmup = max(1, steps // 20)
 
     def factor(step: int) -> float:
@@ -375,7 +377,7 @@ def main(
         key = (task, method, lr, seed, steps)
         if key not in known:
             names = ("task", "method", "lr", "seed", "steps")
-            found = train(TASKS[task], method, lr, steps, seed)
+            found = train(TASKS[task], METHODS[method], lr, steps, seed)
             known[key] = dict(zip(names, key, strict=True)) | found
             with journal.open("a") as file:
                 file.write(json.dumps(known[key]) + "\n")

@@ -144,7 +144,7 @@ def test_natural_muon_is_timed_beside_its_rivals():
 @pytest.mark.filterwarnings("ignore:natgrad. the patterns")  # those of the heads of all models
 @pytest.mark.parametrize("method", ["Muon", "adamw", "half", "KL-Shampoo"])
 def test_an_open_question_trains(method):
-    found = open_questions.train(open_questions.TASKS["curves"], method, 0.01, 3, 0)
+    found = open_questions.train(open_questions.TASKS["curves"], open_questions.METHODS[method], 0.01, 3, 0)
     assert math.isfinite(found["loss"])
 
 
