@@ -322,13 +322,15 @@ class VisionTransformer(nn.Module):
         """Draw the layers."""
         super().__init__()
         self.embed = nn.Conv2d(1, width, patch, stride=patch)
-        self.places = nn.Parameter(0.5 * torch.randn((16 // patch) ** 2, width))
+        self.places = nn.Embedding((16 // patch) ** 2, width)
+        nn.init.normal_(self.places.weight, std=0.5)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, facts.DIGITS)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
-        rows = self.blocks(self.embed(images).flatten(2).transpose(1, 2) + self.places)
+        rows = self.embed(images).flatten(2).transpose(1, 2)
+        rows = self.blocks(rows + self.places(torch.arange(rows.shape[1])))
         logits: Tensor = self.head(self.norm(rows).mean(1))
         return logits
 
@@ -426,7 +428,7 @@ TASKS = {
             model=VisionTransformer,
             loss=functional.cross_entropy,
             frozen=True,
-            revision=2,
+            revision=3,
         ),
     )
 }
