@@ -16,12 +16,15 @@ from natgrad.curvature.sides import Side
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.linalg import product
+from natgrad.linalg.device import on_host
 from natgrad.linalg.roots import LONG, inverse_root, newton_schulz, polar
 from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
 # The root mean square of the update's elements, typical of Adam's updates (Liu 2025, section 2.2).
 _SIZE = 0.2
+# The least multiply-adds of a product (o i min(o, i)) at which a CPU saves more by a narrow dtype than it costs.
+_NARROW = 2**21
 # Cost of an inverse root (eigendecomposition and one product), relative to a Cholesky inverse.
 _ROOT = 6.0
 
@@ -80,8 +83,8 @@ class Spectral(Curvature):
             groups: The number of equal groups of outputs with separate polar factors: 3 for a layer that computes
                 queries, keys and values at once. All groups share the factors A and G.
             dtype: That of the update's products. None: the gradient's, at least float32. ``torch.bfloat16``: as
-                ``torch.optim.Muon``; GPUs and some CPUs multiply it several times as fast. Factors and roots are
-                computed in at least float32 in either case.
+                ``torch.optim.Muon``; GPUs and some CPUs multiply it several times as fast. On a CPU, small matrices (up
+                to about 128 x 128) keep theirs. Factors and roots are computed in at least float32 in any case.
             full_factors: Whether all factors are whole matrices. By default those of at most 256 columns are, and of
                 larger ones a side that is more than 1.5 times as long as the other has its diagonal, because a whole
                 factor would cost most of the time and memory. The outputs of all `groups` count together. A of a
@@ -199,7 +202,7 @@ class Spectral(Curvature):
         self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
-        if self.dtype is not None:
+        if self.dtype is not None and not (on_host(update) and _is_small(update)):
             update = update.to(self.dtype)
             computed = {name: root.to(self.dtype) for name, root in computed.items()}
         if self.offsets > 1:  # the elements of an offset come together, as rows of A's columns
@@ -240,3 +243,8 @@ class Spectral(Curvature):
 
     def _from_the_left(self, X: Tensor, root: Tensor) -> Tensor:
         return product(root, X) if self.G.full else X * root[:, :, None]
+
+
+def _is_small(matrices: Tensor) -> bool:
+    """Return whether products with matrices ``[n, o, i]`` are too small for a narrow dtype, whatever n is."""
+    return prod(matrices.shape[1:]) * min(matrices.shape[1:]) < _NARROW
