@@ -202,7 +202,8 @@ class Spectral(Curvature):
         self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
-        if self.dtype is not None and not (on_host(update) and _is_small(update)):
+        is_small = on_host(update) and prod(update.shape[1:]) * min(update.shape[1:]) < _NARROW
+        if self.dtype is not None and not is_small:
             update = update.to(self.dtype)
             computed = {name: root.to(self.dtype) for name, root in computed.items()}
         if self.offsets > 1:  # the elements of an offset come together, as rows of A's columns
@@ -243,8 +244,3 @@ class Spectral(Curvature):
 
     def _from_the_left(self, X: Tensor, root: Tensor) -> Tensor:
         return product(root, X) if self.G.full else X * root[:, :, None]
-
-
-def _is_small(matrices: Tensor) -> bool:
-    """Return whether products with matrices ``[n, o, i]`` are too small for a narrow dtype, whatever n is."""
-    return prod(matrices.shape[1:]) * min(matrices.shape[1:]) < _NARROW
