@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import natgrad
 from benchmarks.scoreboard.methods import METHODS, Stepper
 from benchmarks.scoreboard.tasks import TASKS, BoardTask
 
@@ -139,7 +140,7 @@ class Training:
 
 def train(spec: Spec) -> Result:
     """Run a training. What fails numerically counts as diverged."""
-    warnings.simplefilter("ignore", category=natgrad_warning())
+    warnings.simplefilter("ignore", category=natgrad.NatgradWarning)
     training = Training(spec)
     validation, means = [evaluate(training.task, training.model)], list[float]()
     seconds, diverged = 0.0, False
@@ -150,6 +151,8 @@ def train(spec: Spec) -> Result:
             while training.done < end and not diverged:
                 losses.append(training.step())
                 diverged = not math.isfinite(losses[-1])
+        except natgrad.CurvatureError:  # no usable gradient any more
+            diverged = True
         except (ArithmeticError, RuntimeError) as error:  # a decomposition of numbers that are not finite
             if not numerical(error):
                 raise
@@ -170,13 +173,6 @@ def numerical(error: Exception) -> bool:
     return isinstance(error, (ArithmeticError, torch.linalg.LinAlgError)) or any(
         word in str(error).lower() for word in words
     )
-
-
-def natgrad_warning() -> type[Warning]:
-    """Return the class of natgrad's warnings, which would repeat themselves thousands of times."""
-    import natgrad  # noqa: PLC0415
-
-    return natgrad.NatgradWarning
 
 
 def record(spec: Spec, result: Result) -> dict[str, Any]:
