@@ -28,10 +28,12 @@ VARIANTS = (
     "one became the default. After the results at N steps were known, momentum .95, intervals of 10 and 100 steps, and "
     "half powers without a polar factor on convolutions were tried on the same three tasks; no default changed "
     "(`docs/measurements.md`). After those at 4N, running averages over more batches (three decays), power 1/8, "
-    "damping .1 and products in bfloat16 were tried there. Since then seven forms of long sides and of the polar "
-    "factor were tried on three such tasks, and the default has cheap factors of long sides, four Polar Express "
-    "steps, roots spread over steps and bfloat16 where the device is fast. The results of natural Muon below are "
-    "those before."
+    "damping .1 and products in bfloat16 were tried there. Later seven forms of long sides and of the polar factor "
+    "were tried on three such tasks. With the one chosen there six tasks of this board ended up to 6 % higher than "
+    "before. So twelve more forms were tried on eleven other tasks (`benchmarks/muon_factors.py`). The default now has "
+    "whole factors of sides of at most 256 columns, diagonals of longer long sides, the channels' factors of "
+    "convolutions, four Polar Express steps, roots spread over steps, and bfloat16 for large matrices where the device "
+    "is fast. How large was set after this board's seconds were known, by the time of products alone."
 )
 """How many variants of ours were tried. Whoever tries more changes this text."""
 
