@@ -57,7 +57,7 @@ def test_what_natgrad_wins_and_what_others_lose_is_in_the_table(outcome):
     assert rows["natgrad"][3] == "0.20"
     assert float(rows["natgrad"][0]) < 0.25
     assert {row[0]: row[4:6] for row in end.rows}["natgrad"] == ("40%", "256")
-    assert "damping 0.03" in {row[0]: row[1] for row in settings.rows}["natgrad"]
+    assert "damping 0.01" in {row[0]: row[1] for row in settings.rows}["natgrad"]
     assert "AdamW the others" in settings.caption
     assert "Median of seeds 0 to 2" in end.caption
 
