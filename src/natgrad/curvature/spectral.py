@@ -24,7 +24,7 @@ from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 # The root mean square of the update's elements, typical of Adam's updates (Liu 2025, section 2.2).
 _SIZE = 0.2
 # The least multiply-adds of a product (o i min(o, i)) at which a CPU saves more by a narrow dtype than it costs.
-_NARROW = 2**21
+_NARROW_WORK = 2**21
 # Cost of an inverse root (eigendecomposition and one product), relative to a Cholesky inverse.
 _ROOT = 6.0
 
@@ -202,7 +202,7 @@ class Spectral(Curvature):
         self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
-        is_small = on_host(update) and prod(update.shape[1:]) * min(update.shape[1:]) < _NARROW
+        is_small = on_host(update) and prod(update.shape[1:]) * min(update.shape[1:]) < _NARROW_WORK
         if self.dtype is not None and not is_small:
             update = update.to(self.dtype)
             computed = {name: root.to(self.dtype) for name, root in computed.items()}

@@ -144,8 +144,8 @@ def checked(
     wanted = _shapes(groups, decisions, loaded)
     missing, unknown = sorted(set(wanted) - set(loaded)), sorted(set(loaded) - keys)
     hint = (
-        "the state may be of another curvature, form, dtype, head or full_factors (natural Muon had whole factors "
-        "before there was a choice); where ranks share the work, save state_dict(gather=True)"
+        "the state may be of another curvature, form, dtype, head or full_factors, or of a version in "
+        "which other factors of natural Muon were whole; where ranks share the work, save state_dict(gather=True)"
     )
     require(not missing, "state['blocks']", missing[:5], f"those of the model: each of these is missing; {hint}")
     require(not unknown, "state['blocks']", unknown[:5], "those of the model: each of these is unknown to it")
