@@ -59,7 +59,7 @@ def _end(outcome: TaskComparison) -> Sheet:
             "training loss",
             f"test {metric.name} ({metric.better} is better)",
             "ms a step",
-            "preconditioner",
+            "natgrad's share",
             "peak MiB",
             "diverged",
         ),
