@@ -19,6 +19,7 @@ READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "unique_consec
 ON_THE_CPU_ALONE = {
     ("audit.py", "report"),  # in the first steps, after the step before
     ("device.py", "known_all"),
+    ("device.py", "known_between"),
     ("guard.py", "check"),
     ("reduction.py", "_check_steps"),
 }

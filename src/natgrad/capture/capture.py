@@ -145,7 +145,7 @@ class Capture:
             return False
         return self.rows.wanted if name in self.rows.sample_counts else self.wanted and self.sums.collects(name)
 
-    def _observes(self, name: str) -> bool:
+    def observes(self, name: str) -> bool:
         """Return whether this step needs the uses of a layer, for statistics, counts or the audit."""
         wanted = self.counts_samples or self._wants(name) or self.audit.wants(name)
         return wanted and name in self._members
@@ -212,7 +212,7 @@ class Capture:
 
     def take_call(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of a use of a layer, or of one tied to it, until the gradient of its output arrives."""
-        if not torch.is_grad_enabled() or not output.requires_grad or not self._observes(name):
+        if not torch.is_grad_enabled() or not output.requires_grad or not self.observes(name):
             return
         if inputs.is_nested or output.is_nested:
             raise NatgradError(
@@ -248,7 +248,7 @@ class Capture:
 
     def take_compiled_gradient(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Take the inputs and the output gradient of a use of a layer in a compiled graph."""
-        if not self._observes(name):
+        if not self.observes(name):
             return
         curvature, primary, layer = self._used(name, index)
         known, recomputing = map(int, batch)

@@ -17,6 +17,9 @@ from natgrad.layers import Handle, Layer, remove_all
 class Receiver(Protocol):
     """What the hooks report to."""
 
+    def observes(self, name: str) -> bool:
+        """Return whether this step needs the uses of a layer."""
+
     def take_call(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Take one use of a layer, or of the one tied to it at `index`."""
 
@@ -101,6 +104,14 @@ class LayerHook(_Hook):
         super().__init__(hooks)
         self._layer, self._index = layer, index
         self._number = compiled.register(self)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the receiver takes the uses of the layer in this step; compiled code reports them in every step."""
+        if self.hooks is None:
+            return False
+        receiver = None if torch.compiler.is_compiling() else self.hooks.receiver()
+        return torch.compiler.is_compiling() or (receiver is not None and receiver.observes(self._layer))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Report a use, as a forward hook."""

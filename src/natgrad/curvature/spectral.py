@@ -217,8 +217,7 @@ class Spectral(Curvature):
         update = self._polar(update, root_A).to(gradient.dtype)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
         norm = torch.linalg.vector_norm(update, dim=(1, 2))
-        # Without a gradient a layer does not move. (On a CPU `any` of numbers takes five times as long.)
-        moves = (gradient.amax((1, 2)) > 0) | (gradient.amin((1, 2)) < 0)
+        moves = torch.linalg.vector_norm(gradient, dim=(1, 2)) > 0  # without a gradient a layer does not move
         if self.groups > 1:
             moves = moves.repeat_interleave(self.groups)
         scale = torch.where(moves & (norm > 0), size / norm, 0)
@@ -239,6 +238,8 @@ class Spectral(Curvature):
             return X
         if not self.A.full:
             return X * root[:, None, :]
+        if self.offsets == 1:
+            return product(X, root)
         rows = X.unflatten(2, (self.offsets, -1)).flatten(1, 2)
         return product(rows, root).view(X.shape)
 

@@ -30,6 +30,10 @@ def remove_all(handles: list[Handle]) -> None:
 class CallObserver(Protocol):
     """Is called at each use of a layer."""
 
+    @property
+    def wanted(self) -> bool:
+        """Whether it takes the uses of the layer in this step."""
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Take a use, as a forward hook. The inputs are the first argument, or the keyword "input" or "x"."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,14 @@ def memory_of(device: torch.device) -> int | None:
 def known_all(mask: Tensor) -> bool:
     """Return whether all of a mask is true; False on an accelerator, where reading it would synchronize."""
     return on_host(mask) and bool(mask.all())
+
+
+def known_between(values: Tensor, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Return whether all `values` are above `low` and below `high`; False on an accelerator, as `known_all`."""
+    if not on_host(values) or not values.numel():
+        return on_host(values)
+    least, largest = values.aminmax()  # nan if any is
+    return low < float(least) and float(largest) < high
 
 
 _FULL = ("none", "ieee")  # neither TF32 nor bfloat16 inside

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from natgrad.curvature import Curvature
 from natgrad.curvature.unitwise import for_norms
 from natgrad.errors import NatgradWarning
-from natgrad.layers import Layer, is_known, is_trained, layers_for, qualified, reason_for
+from natgrad.layers import Layer, is_known, layers_for, qualified, reason_for
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
@@ -36,10 +36,6 @@ class Place:
     module: nn.Module
     parent: nn.Module | None
 
-    def signature(self) -> tuple[object, ...]:
-        """Return a value that changes if a submodule is replaced or a parameter is frozen or unfrozen."""
-        return (*self.module._modules.values(), *(is_trained(self.module, leaf) for leaf in self.module._parameters))
-
 
 @dataclass(frozen=True)
 class Coverage:
@@ -57,16 +53,19 @@ class Coverage:
     watched: list[Place]
     order: dict[str, tuple[int, int]]
 
-    def signature(self) -> list[tuple[object, ...]]:
-        """Return a value that changes if the coverage may have changed."""
+    def signature(self) -> list[object]:
+        """Return a value that changes if the coverage may have changed: other modules, shapes, ties or trained ones."""
         shared: dict[int, int] = {}  # tied weights
-        identities = [
-            (shared.setdefault(id(parameter), len(shared)), tuple(parameter.shape))
-            for place in self.watched
-            for parameter in _parameters_of(place.module)
-            if not is_lazy(parameter)
-        ]
-        return [*(place.signature() for place in self.watched), tuple(identities)]
+        found: list[object] = []
+        for place in self.watched:
+            found.append(place)
+            found += place.module._modules.values()
+            for parameter in place.module._parameters.values():
+                if parameter is None or is_lazy(parameter):
+                    found.append(None)
+                else:
+                    found += shared.setdefault(id(parameter), len(shared)), parameter.shape, parameter.requires_grad
+        return found
 
 
 def places(model: nn.Module) -> Iterator[Place]:

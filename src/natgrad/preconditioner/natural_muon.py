@@ -19,10 +19,10 @@ from natgrad.capture.hooks import Hooks
 from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement
-from natgrad.distributed.fsdp import find_mesh
+from natgrad.distributed.fsdp import find_mesh, is_sharded
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import layers_for
-from natgrad.linalg.device import multiplies_bfloat16
+from natgrad.linalg.device import multiplies_bfloat16, on_host
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.coverage import Place, cover, places, unfrozen
@@ -246,9 +246,20 @@ class _Update(Optimizer):
         """Return the AdamW of the other groups, with their state."""
         if "_adamw" not in self.__dict__:  # also in copies, which have groups and state alone
             self._adamw = AdamW([parameter for group in self.param_groups for parameter in group["params"]])
-        self._adamw.param_groups = [group for group in self.param_groups if not group["spectral"]]
+        # Fused, the step of small parameters takes a fifth of the time; torch chooses it on no device by itself.
+        self._adamw.param_groups = [
+            {**group, "fused": True} if group.get("fused") is None and all(map(_is_plain, group["params"])) else group
+            for group in self.param_groups
+            if not group["spectral"]
+        ]
         self._adamw.state = self.state
         return self._adamw
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Return whether a parameter is dense, on a CPU and not sharded."""
+    gradient = parameter.grad
+    return on_host(parameter) and not is_sharded(parameter) and (gradient is None or not gradient.is_sparse)
 
 
 def _compare_heads(hooks: Hooks, matrices: Mapping[str, Place], chosen: Sequence[str]) -> None:

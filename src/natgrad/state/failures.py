@@ -8,8 +8,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from natgrad.linalg.device import known_all
-
 # The columns of these numbers in checkpoints: of `FailureState.unusable`, and of the first task.
 _UNUSABLE, _TASKS = 1, 4
 
@@ -72,10 +70,12 @@ class FailureState:
         for failed, column in zip(self.failed.values(), ladder[:, _TASKS:].unbind(1), strict=True):
             failed[blocks] = (column > 0).tolist()
 
-    def record_unusable(self, blocks: slice | Tensor, unusable: Tensor) -> None:
-        """Record which of some blocks were `unusable` in this step ``[n]`` (bool)."""
-        if self.unusable is not None or not known_all(~unusable):
+    def record_unusable(self, blocks: slice | Tensor, unusable: Tensor | None) -> None:
+        """Record which of some blocks were `unusable` in this step ``[n]`` (bool). None: none."""
+        if unusable is not None:
             self._allocate_unusable(unusable.device)[blocks] = unusable
+        elif self.unusable is not None:
+            self.unusable[blocks] = False
 
     def _allocate_unusable(self, device: torch.device) -> Tensor:
         """Return `unusable`, allocating it if needed."""

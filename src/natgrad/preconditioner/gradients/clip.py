@@ -10,7 +10,6 @@ from torch import Tensor
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.preconditioner.gradients.stacked import GroupGradients
-from natgrad.state.failures import Level
 
 # Recognised by identity: only a value that the user passes requires an optimizer.
 USUAL_BOUND = float("1e-3")
@@ -53,7 +52,9 @@ class Clip:
             return
         rates, total = self._rates(), torch.zeros_like(clipped[0].inner[0])
         for entry in clipped:
-            counts = ~entry.failed & (entry.levels > Level.PLAIN)
+            counts = entry.have_curvature()
+            if entry.failed is not None:
+                counts &= ~entry.failed
             squares = entry.inner.abs() * _squared_rates(entry, rates, layer_scale)
             total += torch.where(counts, squares, 0).sum().to(total)
         nu = self.last = (self.bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)

@@ -11,8 +11,7 @@ from torch import Tensor
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import collect_rows, held_rows
 from natgrad.layers import Slot
-from natgrad.linalg import tensor_on
-from natgrad.linalg.device import known_all, on_host
+from natgrad.linalg.device import known_between, on_host
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.averages import allocate_memory, live_averages
@@ -54,10 +53,11 @@ def precondition(
 def clear_unusable(entries: Sequence[GroupGradients], failures: FailureCounters) -> None:
     """Make gradients that are not finite or unusable zero, and count them and the layers that fell back."""
     for entry in entries:
-        entry.failed = ~entry.inner.isfinite()
-        entry.clear_(entry.failed)
+        entry.failed = None if known_between(entry.inner) else ~entry.inner.isfinite()
+        if entry.failed is not None:
+            entry.clear_(entry.failed)
         failures.count_skipped_gradients(entry.group, entry.blocks, entry.failed)
-        failures.record_levels(entry.group, entry.members, entry.layer_levels)
+        failures.record_levels(entry.group, entry.members, entry.levels)
 
 
 def dots(X: Tensor, Y: Tensor) -> Tensor:
@@ -92,11 +92,12 @@ def _solve(group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping
         if group.memory_specs:
             memory = allocate_memory(group)
             state = {spec.name: memory.read(spec.name, index).to(W.dtype) for spec in group.memory_specs}
-            finite = gradient.flatten(1).sum(1).isfinite()
-            for name, values in group.curvature.update_state(state, gradient).items():
-                is_finite = along(finite, values.ndim - 1)
-                state[name] = values if known_all(finite) else torch.where(is_finite, values, state[name])
-                memory.write(name, index, state[name])
+            sums = gradient.flatten(1).sum(1)  # finite only if all terms are
+            all_finite = known_between(sums)
+            for name, new in group.curvature.update_state(state, gradient).items():
+                values = new if all_finite else torch.where(along(sums.isfinite(), new.ndim - 1), new, state[name])
+                state[name] = values
+                memory.write(name, index, values)
         names = group.state.results if has_results else ()
         computed, averages = read_results(group, names, index, W.dtype), live_averages(group, index)
         solved = group.curvature.precondition(computed, averages, state, gradient, damping * group.factor)
@@ -166,32 +167,23 @@ def _gradient_rows(slot: Slot, rows: range) -> Tensor:
 
 
 def _check(entry: GroupGradients) -> None:
-    """Set the levels of a group's layers, and ⟨V, W⟩ of each block; nan where V is unusable. W is dropped."""
-    inner = dots(entry.V, entry.W)
-    unusable = ~((inner > (0 if entry.group.curvature.positive_definite else -math.inf)) & (inner < math.inf))
-    if not known_all(~unusable):
+    """Set the levels of a group's layers, and ⟨V, W⟩ of each block: nan where V is unusable. W is dropped."""
+    group, inner = entry.group, dots(entry.V, entry.W)
+    lowest, unusable = 0 if group.curvature.positive_definite else -math.inf, None
+    if not known_between(inner, lowest):
+        unusable = ~((inner > lowest) & (inner < math.inf))
         square = dots(entry.W, entry.W)
         # ⟨V, W⟩ is zero, and no failure, if the gradient is zero or tiny.
         is_small = square < torch.finfo(square.dtype).tiny ** 0.5
         unusable &= (square < math.inf) & ~((inner == 0) & is_small)
         inner = inner.masked_fill(unusable, math.nan)
-    entry.group.state.failures.record_unusable(entry.blocks, unusable)
+    group.state.failures.record_unusable(entry.blocks, unusable)
     del entry.W
-    entry.inner, entry.levels = inner, _levels(entry)
+    ready = zip(entry.members, group.are_ready(entry.members), strict=True)
+    entry.inner, entry.levels = inner, [_level(group, member, is_ready=each) for member, each in ready]
 
 
-def _levels(entry: GroupGradients) -> Tensor:
-    """Return the `Level` of each block's layer ``[n]``."""
-    group, levels = entry.group, list[int]()
-    for member, is_ready in zip(entry.members, group.are_ready(entry.members), strict=True):
-        level = (
-            Level.PLAIN
-            if not is_ready
-            else Level.STALE
-            if group.state.failures.is_stale(member.blocks)
-            else Level.FRESH
-        )
-        levels += [level] * (member.stop - member.start)
-    if len(set(levels)) == 1:
-        return entry.V.new_full((len(levels),), levels[0])
-    return tensor_on(entry.V.device, levels, entry.V.dtype)
+def _level(group: BlockGroup, member: LayerBlocks, *, is_ready: bool) -> Level:
+    if not is_ready:
+        return Level.PLAIN
+    return Level.STALE if group.state.failures.is_stale(member.blocks) else Level.FRESH

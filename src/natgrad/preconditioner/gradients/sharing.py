@@ -151,13 +151,14 @@ def _counter_count(entry: GroupGradients) -> int:
 
 def _counters(entry: GroupGradients, failure_counters: FailureCounters) -> Tensor:
     """Return ⟨V, W⟩ of each block, and the level and the failures of each layer."""
-    return torch.cat([entry.inner, entry.layer_levels, failure_counters.refresh_failures(entry.group).to(entry.inner)])
+    assert not isinstance(entry.levels, Tensor)  # this rank is a worker
+    levels = tensor_on(entry.device, entry.levels, entry.inner.dtype)
+    return torch.cat([entry.inner, levels, failure_counters.refresh_failures(entry.group).to(entry.inner)])
 
 
 def _receive_counters(entry: GroupGradients, counters: Tensor, failure_counters: FailureCounters) -> None:
     """Apply the counters that a worker sent, also on the worker itself, so that all ranks decide alike."""
     group, layers = entry.group, len(entry.group.members)
-    entry.inner, levels, failures = counters.split([group.size, layers, layers])
+    entry.inner, entry.levels, failures = counters.split([group.size, layers, layers])
     repeats = tensor_on(group.device, entry.counts)
-    entry.levels = levels.repeat_interleave(repeats, output_size=group.size)
     failure_counters.receive_failures(group, failures.repeat_interleave(repeats, output_size=group.size))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -36,8 +35,8 @@ class GroupGradients:
         V: The preconditioned gradients ``[n, o, i]``; W where there is no curvature yet.
         held: Instead of V, if the parameters are sharded and this rank is not a worker: the rows that it holds.
         inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not, or where V is unusable.
-        levels: The `Level` of each block's layer ``[n]``.
-        failed: Whether each block gets no update, by `inner` ``[n]`` (bool).
+        levels: The `Level` of each layer; a tensor ``[m]`` if another rank has sent it.
+        failed: Whether each block gets no update, by `inner` ``[n]`` (bool). None: all get one.
         counts: The number of blocks of each layer.
         blocks: The blocks in the group, as an index.
     """
@@ -48,20 +47,23 @@ class GroupGradients:
     V: Tensor = field(init=False)
     held: list[HeldRows] | None = None
     inner: Tensor = field(init=False)
-    levels: Tensor = field(init=False)
-    failed: Tensor = field(init=False)
+    levels: list[Level] | Tensor = field(init=False)
+    failed: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.device, self.dtype = self.group.device, self.group.work_dtype
         self.counts = [member.stop - member.start for member in self.members]
         self.blocks = self.group.blocks_of(self.members)
 
-    @property
-    def layer_levels(self) -> Tensor:
-        """The `Level` of each layer ``[m]``."""
-        if len(self.levels) == len(self.members):
-            return self.levels
-        return self.levels[tensor_on(self.levels.device, [0, *accumulate(self.counts[:-1])])]
+    def have_curvature(self) -> Tensor:
+        """Return whether each block's layer has curvature ``[n]`` (bool)."""
+        levels, counts = self.levels, self.counts
+        if isinstance(levels, Tensor):
+            blocks = tensor_on(levels.device, counts)
+            return (levels > Level.PLAIN).repeat_interleave(blocks, output_size=len(self.inner))
+        known = [level > Level.PLAIN for level, count in zip(levels, counts, strict=True) for _ in range(count)]
+        # Filled on the device where all are alike, because copying takes longer.
+        return self.inner.new_ones(len(known), dtype=torch.bool) if all(known) else tensor_on(self.device, known)
 
     def gather(self, received: Mapping[int, Tensor]) -> None:
         """Copy the values of ``.grad`` to `W`.
@@ -89,7 +91,7 @@ class GroupGradients:
 
     def scale_(self, scale: Tensor) -> None:
         """Multiply V by `scale` where there is curvature."""
-        factors = torch.where(self.levels > Level.PLAIN, scale.to(self.levels.device), 1.0)
+        factors = torch.where(self.have_curvature(), scale.to(self.device), 1.0)
         if self.held is None:
             self.V.mul_(factors[:, None, None])
         for rows in self.held or ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,8 @@ class FailureCounters:
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
         self._streaks: dict[tuple[str, int], tuple[BlockGroup, Tensor]] = {}
         self._flags: dict[int, tuple[BlockGroup, Tensor]] = {}  # which layers curvature has preconditioned
-        self._stale: dict[int, tuple[list[LayerBlocks], Tensor]] = {}  # layers, and which were stale in the last step
+        # Layers, and which were stale in the last step.
+        self._stale: dict[int, tuple[list[LayerBlocks], Tensor | list[bool]]] = {}
         self._preconditioned: set[str] = set()
         self._checks = 0
 
@@ -67,26 +68,38 @@ class FailureCounters:
         """Count the blocks whose statistics were not finite."""
         self._count("skipped_factors", _FACTORS, group, blocks, failed)
 
-    def count_skipped_gradients(self, group: BlockGroup, blocks: slice | Tensor, failed: Tensor) -> None:
-        """Count the blocks whose gradients were not finite or could not be preconditioned."""
-        self._count("skipped_gradients", "gradients", group, blocks, failed)
+    def count_skipped_gradients(self, group: BlockGroup, blocks: slice | Tensor, failed: Tensor | None) -> None:
+        """Count the blocks whose gradients were not finite or could not be preconditioned. None: none."""
+        if failed is not None:
+            self._count("skipped_gradients", "gradients", group, blocks, failed)
+        elif ("gradients", id(group)) in self._streaks:
+            self._streaks["gradients", id(group)][1][blocks] = 0
 
     def count_failed_decompositions(self, group: BlockGroup, part: str, blocks: list[int], success: list[bool]) -> None:
         """Count the `blocks` whose decomposition failed."""
         index, failed = torch.tensor(blocks, device="cpu"), ~torch.tensor(success, device="cpu")
         self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", group, index, failed)
 
-    def record_levels(self, group: BlockGroup, members: list[LayerBlocks], levels: Tensor) -> None:
+    def record_levels(self, group: BlockGroup, members: list[LayerBlocks], levels: Sequence[int] | Tensor) -> None:
         """Count and record the levels ``[m]`` of some layers of a group in this step."""
+        if not isinstance(levels, Tensor):
+            stale = [level == Level.STALE for level in levels]
+            self._stale[id(group)] = members, stale
+            self._preconditioned.update(
+                member.layer.key for member, level in zip(members, levels, strict=True) if level
+            )
+            if any(stale):
+                self._totals["fallbacks/stale"] += sum(stale)
+            return
         if id(group) not in self._flags:
             self._flags[id(group)] = group, torch.zeros(len(group.members), dtype=torch.bool, device=levels.device)
         whole = len(members) == len(group.members)
         places = slice(None) if whole else tensor_on(levels.device, [group.members.index(one) for one in members])
         self._flags[id(group)][1][places] |= levels >= Level.FRESH
-        stale = levels == Level.STALE
-        self._stale[id(group)] = members, stale
-        if not known_all(~stale):
-            self._add("fallbacks/stale", stale.sum())
+        were_stale = levels == Level.STALE
+        self._stale[id(group)] = members, were_stale
+        if not known_all(~were_stale):
+            self._add("fallbacks/stale", were_stale.sum())
 
     def preconditioned(self) -> set[str]:
         """Return the keys of the layers that were preconditioned by their curvature in any step. Waits."""
@@ -97,7 +110,8 @@ class FailureCounters:
 
     def stale(self) -> set[str]:
         """Return the keys of the layers that an earlier result preconditioned in the last step. Waits."""
-        pairs = [pair for members, stale in self._stale.values() for pair in zip(members, stale.tolist(), strict=True)]
+        known = ((m, stale.tolist() if isinstance(stale, Tensor) else stale) for m, stale in self._stale.values())
+        pairs = [pair for members, stale in known for pair in zip(members, stale, strict=True)]
         return {member.layer.key for member, is_stale in pairs if is_stale}
 
     def refresh_failures(self, group: BlockGroup) -> Tensor:
