@@ -57,7 +57,7 @@ class Spectral(Curvature):
         self,
         *,
         power: float = 0.25,
-        steps: int | None = 4,
+        steps: int | None = 3,
         momentum: float = 0.9,
         fisher: Literal["empirical", "sampled"] = "empirical",
         factor_decay: float = 0.6,
@@ -216,12 +216,11 @@ class Spectral(Curvature):
             root_A = None if root_A is None else root_A.repeat_interleave(self.groups, 0)
         update = self._polar(update, root_A).to(gradient.dtype)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
-        norm = torch.linalg.vector_norm(update, dim=(1, 2))
+        norm = torch.linalg.vector_norm(update, dim=(1, 2)).clamp_(min=size * torch.finfo(update.dtype).tiny)
         moves = torch.linalg.vector_norm(gradient, dim=(1, 2)) > 0  # without a gradient a layer does not move
         if self.groups > 1:
             moves = moves.repeat_interleave(self.groups)
-        scale = torch.where(moves & (norm > 0), size / norm, 0)
-        update = update.mul_(scale.view(-1, 1, 1))
+        update = update.mul_((moves * (size / norm)).view(-1, 1, 1))
         if self.offsets > 1:
             update = update.unflatten(2, (self.offsets, -1)).mT
         return update.reshape(gradient.shape)

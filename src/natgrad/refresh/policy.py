@@ -160,23 +160,27 @@ class GrowingInterval:
 
 @dataclass(frozen=True)
 class DoublingInterval:
-    """Due at steps 0, 1, 2, 4, 8... until the interval is `most`, because curvature changes fastest early in training.
+    """Due at steps 0, l, 2 l, 4 l, 8 l... until the interval is `most`; curvature changes fastest early in training.
 
     Attributes:
         most: The longest interval, in steps.
+        least: l, the shortest interval.
 
     Raises:
-        ValueError: if it is below 1.
+        ValueError: unless 1 <= `least` <= `most`.
     """
 
     most: float
+    least: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("most", self.most, INTERVAL, minimum=1)
+        check_number("least", self.least, INTERVAL, minimum=1)
+        require(self.least <= self.most, "least", self.least, f"a number of steps <= most, {self.most}")
 
     def __call__(self, step: int) -> float:
         """Return the interval after `step` completed steps."""
-        return max(1.0, min(float(self.most), step / 2))
+        return max(float(self.least), min(float(self.most), step / 2))
 
 
 @dataclass(frozen=True)
