@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -224,28 +225,52 @@ TASKS: dict[str, tuple[Task, int, list[str]]] = {
 # The size up to which every factor is whole, or "whole": all are. On these tasks 512, also allowed, equals "whole".
 VARIANTS = ("0", "64", "128", "256", "whole")
 RATES = (0.02, 0.04)
+# What was the default then.
+DOUBLING = natgrad.Refresh(factors=natgrad.DoublingInterval(25), inverses=natgrad.DoublingInterval(25), spread=8)
 
 
 def train(name: str, variant: str, lr: float, seed: int) -> float:
     """Train once; return the final validation loss."""
     task, steps, heads = TASKS[name]
     whole = variant == "whole"
-    build = open_questions.natural(head="adamw", heads=heads, full_factors=whole)
+    build = open_questions.natural(head="adamw", heads=heads, full_factors=whole, steps=4, refresh=DOUBLING)
     with mock.patch.object(natgrad.Spectral, "_whole_size", 0 if whole else int(variant)):
         return open_questions.train(task, build, lr, steps, seed)["loss"]
 
 
-def change(losses: dict[tuple[str, str, float, int], float], name: str, variant: str) -> str:
+def change(losses: dict[tuple[str, str, float, int], float], name: str, variant: str, base: str) -> str:
     """Return the mean change of the loss in per cent, its standard error and the number of seeds."""
     ratios = defaultdict(list)
     for (task, other, lr, seed), loss in losses.items():
-        if (task, other) == (name, variant):
-            ratios[seed].append(100 * math.log(loss / losses[name, "0", lr, seed]))
+        if (task, other) == (name, variant) and (name, base, lr, seed) in losses:
+            ratios[seed].append(100 * math.log(loss / losses[name, base, lr, seed]))
     changes = [mean(values) for values in ratios.values() if len(values) == len(RATES)]
     if not changes:
         return ""
     error = f"{stdev(changes) / len(changes) ** 0.5:.1f}" if len(changes) > 1 else "?"
     return f"{round(mean(changes), 1) + 0.0:.1f} ({error}) {len(changes)}"  # + 0.0 turns -0.0 into 0.0
+
+
+def study(
+    tasks: str, variants: str, base: str, seeds: int, journal: Path, run: Callable[[str, str, float, int], float]
+) -> None:
+    """Run what the journal lacks, each variant beside `base`, and print the table of all that it has."""
+    torch.set_num_threads(1)
+    rows = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    losses = {(row["task"], row["variant"], row["lr"], row["seed"]): row["loss"] for row in rows}
+    chosen = [base, *(variant for variant in variants.split(",") if variant != base)]
+    for seed, name, lr, variant in itertools.product(range(seeds), tasks.split(","), RATES, chosen):
+        key = (name, variant, lr, seed)
+        if key not in losses:
+            losses[key] = run(*key)
+            with journal.open("a") as file:
+                row = dict(zip(("task", "variant", "lr", "seed"), key, strict=True))
+                file.write(json.dumps(row | {"loss": losses[key]}) + "\n")
+    table = Table("task", *chosen[1:], title=f"final loss compared with {base}, in per cent (standard error), seeds")
+    for name in tasks.split(","):
+        table.add_row(name, *(change(losses, name, variant, base) for variant in chosen[1:]))
+    Console().print(table)
+    Console().print(json.dumps(conditions()["machine"]))
 
 
 def main(
@@ -255,22 +280,7 @@ def main(
     journal: Annotated[Path, typer.Option(help="Where runs are noted.")] = RESULTS / "muon_factors.jsonl",
 ) -> None:
     """Run what the journal lacks, and print the table of all that it has."""
-    torch.set_num_threads(1)
-    rows = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
-    losses = {(row["task"], row["variant"], row["lr"], row["seed"]): row["loss"] for row in rows}
-    chosen = ["0", *(variant for variant in variants.split(",") if variant != "0")]
-    for seed, name, lr, variant in itertools.product(range(seeds), tasks.split(","), RATES, chosen):
-        key = (name, variant, lr, seed)
-        if key not in losses:
-            losses[key] = train(*key)
-            with journal.open("a") as file:
-                row = dict(zip(("task", "variant", "lr", "seed"), key, strict=True))
-                file.write(json.dumps(row | {"loss": losses[key]}) + "\n")
-    table = Table("task", *chosen[1:], title="final loss compared with 0, in per cent (standard error), seeds")
-    for name in tasks.split(","):
-        table.add_row(name, *(change(losses, name, variant) for variant in chosen[1:]))
-    Console().print(table)
-    Console().print(json.dumps(conditions()["machine"]))
+    study(tasks, variants, "0", seeds, journal, train)
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ class Spectral(Curvature):
                 0: no polar factor, ``U = G_δ^-p M̂ A_δ^-p``; with p = 1/2 that is Shampoo's exponent on K-FAC's factors.
             momentum: μ in [0, 1).
             fisher: As in `KFAC`.
-            factor_decay: The weight of the old value in the running averages, in [0, 1), for factors that are due about
-                every 25 steps.
+            factor_decay: The weight of the old value in the running averages, in [0, 1), for factors that are due
+                every 25 to 100 steps.
             likelihood: As in `KFAC`.
             max_factor_size: The largest size of a factor that is a matrix. Layers with larger ones are left to the
                 optimizer: a factor takes d² memory and d³ work. None: any number.
