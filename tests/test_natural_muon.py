@@ -123,6 +123,43 @@ def test_refreshes_double_their_distance_up_to_the_interval_and_layers_take_turn
     assert len({steps[-1] for steps in refreshed.values()}) > 2
 
 
+@pytest.mark.parametrize("head", ["spectral", natgrad.Spectral(steps=0)])
+def test_gradients_may_vanish(head):
+    """Squares of their elements underflow; the update stays finite and at most of its usual size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = natgrad.NaturalMuon(model, momentum=0.0, head=head)
+    for step in range(40):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        (10.0 ** -(6 + step) * model(torch.randn(5, 6)).square().mean()).backward()
+        optimizer.step()
+        for parameter, earlier in zip(model.parameters(), before, strict=True):
+            assert (parameter - earlier).abs().amax() < 0.1
+    assert not optimizer.preconditioner.metrics()["skipped_gradients"]
+
+
+def test_adamw_moves_parameters_and_gradients_of_any_strides():
+    """AdamW's fused step reads elements in the order of memory."""
+    torch.manual_seed(0)
+    models = [nn.ModuleDict({"layer": nn.Linear(4, 4), "scale": nn.Bilinear(3, 5, 4)}) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [natgrad.NaturalMuon(model, head="spectral") for model in models]
+    for group in optimizers[1].param_groups:
+        group["fused"] = False
+    for step in range(4):
+        gradient = torch.randn(5, 3, 4)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model["layer"](torch.ones(2, 4)).sum().backward()
+            # transposed in one step, and expanded in another
+            model["scale"].weight.grad = (
+                gradient.permute(2, 1, 0) if step % 2 else gradient[0, 0].view(4, 1, 1).expand(4, 3, 5)
+            )
+            optimizer.step()
+    torch.testing.assert_close(models[0]["scale"].weight, models[1]["scale"].weight)
+
+
 def test_resuming_is_bit_exact():
     straight, resumed = Network(), Network()
     first = natgrad.NaturalMuon(straight, interval=3)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import natgrad
+from natgrad.layers.cells import CellForward
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, total_loss
 
@@ -126,3 +127,15 @@ def _with_batch(state):
     if state is None:
         return None
     return tuple(part[None] for part in state) if isinstance(state, tuple) else state[None]
+
+
+def test_steps_without_statistics_run_torchs_own_forward(monkeypatch):
+    cell, observed = nn.GRUCell(3, 4), []
+    preconditioner = natgrad.Preconditioner(cell, refresh=natgrad.Refresh(factors=3, inverses=3))
+    run = CellForward.run
+    monkeypatch.setattr(CellForward, "run", lambda self, *args: observed.append(step) or run(self, *args))
+    for step in range(7):  # noqa: B007
+        cell.zero_grad()
+        cell(torch.randn(5, 3)).square().mean().backward()
+        preconditioner.step()
+    assert observed == [0, 3, 6]

@@ -106,12 +106,14 @@ class LayerHook(_Hook):
         self._number = compiled.register(self)
 
     @property
-    def wanted(self) -> bool:
+    def is_observing(self) -> bool:
         """Whether the receiver takes the uses of the layer in this step; compiled code reports them in every step."""
         if self.hooks is None:
             return False
-        receiver = None if torch.compiler.is_compiling() else self.hooks.receiver()
-        return torch.compiler.is_compiling() or (receiver is not None and receiver.observes(self._layer))
+        if torch.compiler.is_compiling():
+            return True
+        receiver = self.hooks.receiver()
+        return receiver is not None and receiver.observes(self._layer)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Report a use, as a forward hook."""

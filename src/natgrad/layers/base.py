@@ -31,7 +31,7 @@ class CallObserver(Protocol):
     """Is called at each use of a layer."""
 
     @property
-    def wanted(self) -> bool:
+    def is_observing(self) -> bool:
         """Whether it takes the uses of the layer in this step."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -83,11 +83,11 @@ class ObservedForward(ABC):
         return _ObserverHandle(forward, part, observer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the module, or of its class where nobody takes the uses or no gradients are recorded."""
+        """Run the forward of the module, or of its class if no observer takes uses or gradients are not recorded."""
         module = self._module()
         assert module is not None
         observers = (observer for observers in self._observers.values() for observer in observers)
-        if not torch.is_grad_enabled() or not any(observer.wanted for observer in observers):
+        if not torch.is_grad_enabled() or not any(observer.is_observing for observer in observers):
             return type(module).forward(module, *args, **kwargs)
         return self.run(module, *args, **kwargs)
 

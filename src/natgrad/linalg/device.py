@@ -48,7 +48,7 @@ def known_all(mask: Tensor) -> bool:
 
 
 def known_between(values: Tensor, low: float = -math.inf, high: float = math.inf) -> bool:
-    """Return whether all `values` are above `low` and below `high`; False on an accelerator, as `known_all`."""
+    """Return whether all `values` are above `low` and below `high`, and none is nan; False on an accelerator."""
     if not on_host(values) or not values.numel():
         return on_host(values)
     least, largest = values.aminmax()  # nan if any is

@@ -127,7 +127,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     X = matrices.mT if tall else matrices
     dtype = at_least_float32(X.dtype)
     norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=dtype).mul_(_MARGIN)
-    X = X * norm.clamp_(min=torch.finfo(dtype).tiny).reciprocal_().to(X.dtype)
+    X = X * norm.clamp_(min=torch.finfo(dtype).tiny ** 0.5).reciprocal_().to(X.dtype)  # its square may underflow
     at_once = 1 if X.shape[2] <= LONG * X.shape[1] else steps if X.dtype == dtype else _STEPS_PER_GRAM
     for first in range(0, steps, at_once):
         X = _steps(X, _COEFFICIENTS[first : min(first + at_once, steps)])

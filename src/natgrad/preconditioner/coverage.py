@@ -54,11 +54,10 @@ class Coverage:
     order: dict[str, tuple[int, int]]
 
     def signature(self) -> list[object]:
-        """Return a value that changes if the coverage may have changed: other modules, shapes, ties or trained ones."""
+        """Return a value that changes if the coverage may have: with modules, shapes, ties, and what is trained."""
         shared: dict[int, int] = {}  # tied weights
         found: list[object] = []
         for place in self.watched:
-            found.append(place)
             found += place.module._modules.values()
             for parameter in place.module._parameters.values():
                 if parameter is None or is_lazy(parameter):

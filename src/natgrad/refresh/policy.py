@@ -160,11 +160,11 @@ class GrowingInterval:
 
 @dataclass(frozen=True)
 class DoublingInterval:
-    """Due at steps 0, l, 2 l, 4 l, 8 l... until the interval is `most`; curvature changes fastest early in training.
+    """Due at steps 0, 1, 2, 4, 8... times `least` until the interval is `most`: curvature changes fastest early on.
 
     Attributes:
         most: The longest interval, in steps.
-        least: l, the shortest interval.
+        least: The shortest interval.
 
     Raises:
         ValueError: unless 1 <= `least` <= `most`.

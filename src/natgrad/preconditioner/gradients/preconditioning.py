@@ -169,7 +169,8 @@ def _gradient_rows(slot: Slot, rows: range) -> Tensor:
 def _check(entry: GroupGradients) -> None:
     """Set the levels of a group's layers, and ⟨V, W⟩ of each block: nan where V is unusable. W is dropped."""
     group, inner = entry.group, dots(entry.V, entry.W)
-    lowest, unusable = 0 if group.curvature.positive_definite else -math.inf, None
+    lowest = 0 if group.curvature.positive_definite else -math.inf
+    unusable = None
     if not known_between(inner, lowest):
         unusable = ~((inner > lowest) & (inner < math.inf))
         square = dots(entry.W, entry.W)

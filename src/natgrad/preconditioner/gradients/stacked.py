@@ -35,7 +35,7 @@ class GroupGradients:
         V: The preconditioned gradients ``[n, o, i]``; W where there is no curvature yet.
         held: Instead of V, if the parameters are sharded and this rank is not a worker: the rows that it holds.
         inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not, or where V is unusable.
-        levels: The `Level` of each layer; a tensor ``[m]`` if another rank has sent it.
+        levels: The `Level` of each layer; a tensor ``[m]`` after the ranks have shared them.
         failed: Whether each block gets no update, by `inner` ``[n]`` (bool). None: all get one.
         counts: The number of blocks of each layer.
         blocks: The blocks in the group, as an index.

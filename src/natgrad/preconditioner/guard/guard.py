@@ -89,7 +89,7 @@ class FailureCounters:
                 member.layer.key for member, level in zip(members, levels, strict=True) if level
             )
             if any(stale):
-                self._totals["fallbacks/stale"] += sum(stale)
+                self._totals["fallbacks/stale"] = self._totals["fallbacks/stale"] + sum(stale)
             return
         if id(group) not in self._flags:
             self._flags[id(group)] = group, torch.zeros(len(group.members), dtype=torch.bool, device=levels.device)
