@@ -330,7 +330,7 @@ _add(
     "dense/test_guard.py::test_unusable_curvature_gives_no_update_until_the_next_refresh",
     (
         "preconditioner.gradients.preconditioning:_check",
-        "0 if entry.group.curvature.positive_definite else -math.inf",
+        "0 if group.curvature.positive_definite else -math.inf",
         "-math.inf",
     ),
 )
