@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests.classifier import assert_same, batch, blocks, network, precondition, train
+from tests.classifier import batch, blocks, network, precondition, train
 
 
 def chain(*widths):
@@ -115,17 +115,17 @@ def add_layer(model):
 
 @pytest.mark.parametrize(
     ("change", "fresh", "updates"),
-    [(swap_layer, "4.weight", 5), (swap_parent, "3.0.weight", 5), (add_layer, "5.weight", 2)],
+    [(swap_layer, "4.weight", 6), (swap_parent, "3.0.weight", 6), (add_layer, "5.weight", 3)],
 )
 def test_modules_replaced_or_added_later(change, fresh, updates):
-    """The coming step notices, the one after captures; a block of the same name and shape goes on with its averages."""
+    """The coming step captures; a block of the same name and shape goes on with its averages."""
     model = network()
     preconditioner = train(model, range(3))
     before = blocks(preconditioner)
     torch.manual_seed(3)
     change(model)
-    train(model, [3], preconditioner=preconditioner)
-    assert_same({"0.weight": blocks(preconditioner)["0.weight"]}, {"0.weight": before["0.weight"]}, 0)
+    with pytest.warns(natgrad.NatgradWarning, match="2 trained parameters are in no group of the optimizer"):
+        train(model, [3], preconditioner=preconditioner)
     train(model, [4, 5], preconditioner=preconditioner)
     after = blocks(preconditioner)
     names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv1d))}

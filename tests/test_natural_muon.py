@@ -312,3 +312,19 @@ def test_a_rule_that_cannot_be_spread_is_refused(change):
         setattr(rule, name, value)
     with pytest.raises(ValueError, match="spread"):
         natgrad.Preconditioner(Network(), refresh=rule)
+
+
+@pytest.mark.filterwarnings("ignore:natgrad. no layer of the model is covered")
+def test_a_backbone_may_be_thawed_after_the_head_has_trained_alone():
+    model = Network()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is model.head.weight or parameter is model.head.bias)
+    optimizer = natgrad.NaturalMuon(model)
+    steps = moved(model, optimizer)
+    assert {name for name, step in steps.items() if step.any()} == {"head.weight", "head.bias"}
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    steps = moved(model, optimizer, 1)
+    assert all(step.any() for step in steps.values())
+    train(model, optimizer, 2, 4)
+    assert "attention.out_proj.weight" in optimizer.preconditioner.state_dict()["blocks"]

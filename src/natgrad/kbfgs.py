@@ -92,16 +92,17 @@ class KBFGS(torch.optim.Optimizer):
         for name, decay in (("momentum", momentum), ("factor_decay", factor_decay), ("pair_decay", pair_decay)):
             require(is_number(decay) and 0 <= decay < 1, name, decay, "a number in [0, 1)")
         require(is_number(damping) and 0 < damping < 1, "damping", damping, "a number in (0, 1)")
-        check_whole("memory", memory, 1, optional=True)
+        check_whole("memory", memory, 1, 10_000, optional=True)
         check_whole("max_factor_size", max_factor_size, 1, optional=True)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         narrow = [str(p.dtype) for p in trained if p.dtype not in (torch.float32, torch.float64)]
         require(not narrow, "model", narrow[:1], "of float32 or float64 parameters; use autocast for narrower products")
         self._model = model
         self._layers = {layer.slots[0].parameter: layer for layer in _layers(model, memory, max_factor_size)}
-        require(self._layers, "model", type(model).__name__, "one with a trained nn.Linear or convolution")
+        allowed = f"one with a trained nn.Linear or convolution, within max_factor_size={max_factor_size}"
+        require(self._layers, "model", type(model).__name__, allowed)
         options = {"momentum": momentum, "damping": damping, "factor_decay": factor_decay, "pair_decay": pair_decay}
-        super().__init__(trained, {"lr": lr, **options, "memory": memory})
+        super().__init__(trained, {"lr": float(lr), **options, "memory": memory})
 
     @override
     @torch.no_grad()

@@ -1,6 +1,10 @@
-"""`natgrad.NaturalMuon` on several ranks moves every parameter as one process does."""
+"""`natgrad.NaturalMuon` on several ranks moves every parameter as one process does, also if it was built too early."""
+
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -14,14 +18,28 @@ from tests.distributed.sharded_jobs import Network
 STEPS = range(14)  # with an interval of 4 refreshes from the fourth step on are spread
 
 
+def build(model, options):
+    if "curvature" not in options:
+        return natgrad.NaturalMuon(model, lr=0.05, weight_decay=0.01, **options)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    return natgrad.PreconditionedOptimizer(sgd, natgrad.Preconditioner(model, optimizer=sgd, **options))
+
+
 def train(kind, options):
     model = Network().double()
-    if kind == "fsdp":
+    early = None
+    if kind is not None and "later" in kind:
+        with mock.patch.object(dist, "is_initialized", return_value="group" not in kind):
+            early = build(model, options)
+    if kind in ("fsdp", "fsdp later"):
         for layer in model.middle:
             fully_shard(layer)
         fully_shard(model)
-    wrapped = DistributedDataParallel(model) if kind == "ddp" else model
-    optimizer = natgrad.NaturalMuon(wrapped, lr=0.05, weight_decay=0.01, **options)
+    if kind == "fsdp later, in parts":
+        for part in (model.encoder, model.norm, *model.middle, model.head):
+            fully_shard(part)
+    wrapped = DistributedDataParallel(model) if kind in ("ddp", "ddp later", "group and ddp later") else model
+    optimizer = early or build(wrapped, options)
     for step in STEPS:
         x, y = batch(step)
         if kind is not None:
@@ -44,6 +62,12 @@ def train(kind, options):
         (2, "reduce", {"gradients": "reduce", "placement": "mem-opt"}),
         (2, "fsdp", {"placement": "mem-opt"}),
         (4, "fsdp", {"head": natgrad.Spectral(power=0.5, steps=0)}),
+        (2, "ddp later", {"placement": "mem-opt"}),
+        (2, "group and ddp later", {"placement": "mem-opt"}),
+        (2, "fsdp later", {}),
+        (2, "fsdp later, in parts", {"placement": "mem-opt"}),
+        (2, "ddp later", {"curvature": "kfac"}),
+        (2, "fsdp later", {"curvature": "kfac"}),
     ],
 )
 def test_every_placement_equals_one_process(ranks, ranks_, kind, options):

@@ -8,12 +8,18 @@ import natgrad
 
 def test_several_ranks_without_a_process_group_are_warned_of(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    model = torch.nn.Linear(3, 2)
+    preconditioner = natgrad.Preconditioner(model)  # a trainer may initialise torch.distributed after it
+    model(torch.ones(4, 3)).sum().backward()
     with pytest.warns(natgrad.NatgradWarning, match="^natgrad: WORLD_SIZE=2 .*init_process_group"):
-        natgrad.Preconditioner(torch.nn.Linear(3, 2))
+        preconditioner.step()
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
 @pytest.mark.parametrize("ranks", ["1", ""])
 def test_a_single_process_is_not(monkeypatch, ranks):
     monkeypatch.setenv("WORLD_SIZE", ranks)
-    natgrad.Preconditioner(torch.nn.Linear(3, 2))
+    model = torch.nn.Linear(3, 2)
+    preconditioner = natgrad.Preconditioner(model)
+    model(torch.ones(4, 3)).sum().backward()
+    preconditioner.step()

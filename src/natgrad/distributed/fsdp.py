@@ -42,13 +42,13 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 def reshard(modules: Iterable[nn.Module]) -> bool:
     """Make FSDP2 free parameters that an evaluation leaves unsharded; return whether it shards any of the `modules`."""
-    sharded = [module for module in modules if _is_managed(module)]
+    sharded = [module for module in modules if is_managed(module)]
     for module in sharded:
         module.reshard()
     return bool(sharded)
 
 
-def _is_managed(module: nn.Module) -> TypeGuard[Any]:
+def is_managed(module: nn.Module) -> TypeGuard[Any]:
     """Return whether FSDP2 shards a module, without importing ``torch.distributed.fsdp``."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
@@ -75,7 +75,7 @@ def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:
     found: dict[str, FSDPModule | None] = {}
     for path, module in model.named_modules():
         around = found.get(path.rpartition(".")[0]) if path else None
-        found[path] = module if _is_managed(module) else around
+        found[path] = module if is_managed(module) else around
     return {model.get_submodule(path): owner for path, owner in found.items() if owner is not None}
 
 
@@ -94,12 +94,12 @@ def check_model(model: nn.Module) -> bool:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     first = fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
     require(not first, "model", "FullyShardedDataParallel", "sharded by fully_shard (FSDP2)")
-    is_managed = reshard(model.modules())
-    managed = {id(parameter) for module in model.modules() if _is_managed(module) for parameter in module.parameters()}
+    sharded = reshard(model.modules())
+    managed = {id(parameter) for module in model.modules() if is_managed(module) for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         fits = not is_sharded(parameter) or id(parameter) in managed
         require(fits, "model", name, "without DTensors other than those of fully_shard (FSDP2)")
-    return is_managed
+    return sharded
 
 
 def check_layers(layers: Iterable[Layer]) -> None:
@@ -160,7 +160,7 @@ def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for parameter in root.parameters():
         copies[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    sharded = [module for module in root.modules() if _is_managed(module)]
+    sharded = [module for module in root.modules() if is_managed(module)]
     no_state = _NoState()
     for module in sharded:
         original: Any = next(base for base in type(module).__mro__ if not issubclass(base, fsdp.FSDPModule))

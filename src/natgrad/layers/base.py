@@ -80,6 +80,11 @@ class Slot:
         return id(self.parameter), str(self.rows)
 
     @property
+    def is_present(self) -> bool:
+        """Whether the module still has the parameter; pruning and parametrisations take it away."""
+        return self.module._parameters.get(self.leaf) is not None
+
+    @property
     def parameter(self) -> nn.Parameter:
         """The parameter that the module has now."""
         parameter = self.module._parameters[self.leaf]

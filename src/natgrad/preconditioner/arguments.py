@@ -144,8 +144,8 @@ def warn_of_missing_process_group() -> None:
         return
     warnings.warn(
         f"natgrad: WORLD_SIZE={ranks} says that this process is one of {ranks} ranks, but torch.distributed is not "
-        "initialised, and their models drift apart: call torch.distributed.init_process_group() before you build the "
-        "Preconditioner, or unset WORLD_SIZE if this process trains alone",
+        "initialised, and their models drift apart: call torch.distributed.init_process_group() before the first "
+        "forward pass, or unset WORLD_SIZE if this process trains alone",
         NatgradWarning,
         stacklevel=3,
     )

@@ -234,6 +234,20 @@ def warn_of_idle(model: nn.Module, curvature: Curvature | Mapping[str, Curvature
         warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=3)
 
 
+def warn_of_lost(before: Iterable[str], coverage: Coverage) -> None:
+    """Warn of layers that were covered `before` and now are left to the optimizer, except frozen ones."""
+    covered = {layer.name for layer, _ in coverage.layers}
+    reasons = {left.parameter.rpartition(".")[0]: left.reason for left in coverage.left if "frozen" not in left.reason}
+    lost = [name for name in before if name not in covered and name in reasons]
+    if lost:
+        warnings.warn(
+            f"natgrad: the model has changed, and the optimizer moves {_listed(lost)} without curvature from now on: "
+            f"{'; '.join(dict.fromkeys(reasons[name] for name in lost))}",
+            NatgradWarning,
+            stacklevel=4,
+        )
+
+
 def _idle_patterns(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> list[str]:
     """Return the patterns that apply to no module with parameters."""
     if isinstance(curvature, Curvature):

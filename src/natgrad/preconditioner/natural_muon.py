@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from natgrad.capture.hooks import Hooks
 from natgrad.curvature import Curvature, Spectral
@@ -27,6 +28,7 @@ from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.coverage import Place, cover, places, unfrozen
 from natgrad.preconditioner.guard.guard import Guard
+from natgrad.preconditioner.membership import Group
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 from natgrad.preconditioner.preconditioner import Preconditioner
 from natgrad.refresh import DoublingInterval, Refresh, RefreshRule
@@ -154,7 +156,7 @@ class NaturalMuon(PreconditionedOptimizer):
         matrices = matrices_of(root)
         with unfrozen(root):
             every = matrices_of(root)
-        require(matrices, "model", type(model).__name__, "a model with linear layers or convolutions")
+        require(every, "model", type(model).__name__, "a model with linear layers or convolutions")
 
         require(dtype in ("auto", None, torch.bfloat16), "dtype", dtype, "'auto', None or torch.bfloat16")
         if dtype == "auto":
@@ -174,9 +176,9 @@ class NaturalMuon(PreconditionedOptimizer):
         _add(curvature, {pattern: spectral(count) for pattern, count in (groups or {}).items()})
         if any(_first_match(name, curvature) is None for name in every):
             _add(curvature, {"*": spectral()})
-        by_adamw = [name for name in matrices if curvature[str(_first_match(name, curvature))] is None]
+        by_adamw = [name for name in every if curvature[str(_first_match(name, curvature))] is None]
         allowed = f"a model with other weight matrices than {', '.join(map(repr, by_adamw))}, which AdamW moves"
-        require(len(by_adamw) < len(matrices), "model", type(model).__name__, allowed)
+        require(len(by_adamw) < len(every), "model", type(model).__name__, allowed)
         rule = DoublingInterval(interval, least=min(_FIRST_INTERVAL, interval))
         preconditioner = Preconditioner(
             model,
@@ -194,22 +196,49 @@ class NaturalMuon(PreconditionedOptimizer):
             accumulation=accumulation,
             scaler=scaler,
         )
-        covered = {id(parameter): parameter for parameter in preconditioner.parameters()}  # attention's appears thrice
-        if not covered:
-            preconditioner.detach()
-        require(covered, "model", type(model).__name__, "a model with a trained weight matrix that is not too wide")
         with unfrozen(root):
             slots = [slot for layer, _ in cover(root, curvature).layers for slot in layer.slots]
-            covered.update((id(slot.parameter), slot.parameter) for slot in slots)
+            covered = {id(slot.parameter): slot.parameter for slot in slots}  # attention's appears thrice
+            if not covered:
+                preconditioner.detach()
+            require(covered, "model", type(model).__name__, "a model with a weight matrix that is not too wide")
             others = [p for p in model.parameters() if p.requires_grad and id(p) not in covered]
         update = _Update(list(covered.values()), others, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
         super().__init__(update, preconditioner)
+        self._coverage = preconditioner._structure.coverage
         # FSDP2's graphs have other parameters, and a frozen head is in no graph.
         if head != "spectral" and heads is None and find_mesh(model) is None and matrices.keys() >= set(likely):
             _compare_heads(preconditioner._hooks, matrices, likely)
 
     def __repr__(self) -> str:
         return f"NaturalMuon({self.optimizer!r})"
+
+    def _matrices(self) -> set[int]:
+        """Return the ids of all parameters that natural Muon moves, also those that are frozen."""
+        root = self.preconditioner._structure.root
+        with unfrozen(root):
+            layers = cover(root, self.preconditioner.curvature).layers
+            return {id(slot.parameter) for layer, _ in layers for slot in layer.slots}
+
+    @override
+    def _group_for(self, parameter: nn.Parameter) -> Group | None:
+        spectral = id(parameter) in self._matrices()
+        return next((group for group in self.param_groups if group["spectral"] == spectral), None)
+
+    @override
+    def _regroup(self) -> None:
+        coverage = self.preconditioner._structure.coverage
+        if coverage is self._coverage:
+            return
+        self._coverage, matrices = coverage, self._matrices()
+        for group in self.param_groups:
+            misplaced = [parameter for parameter in group["params"] if (id(parameter) in matrices) != group["spectral"]]
+            for parameter in misplaced:
+                group["params"] = [other for other in group["params"] if other is not parameter]
+                self.state.pop(parameter, None)
+                target = self._group_for(parameter)
+                assert target is not None  # the constructor makes both
+                target["params"].append(parameter)
 
 
 class _Update(Optimizer):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from natgrad.capture.counts import Count
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
+from natgrad.preconditioner.membership import Group, Membership
 
 
 class PreconditionedOptimizer(Optimizer):
@@ -46,6 +47,7 @@ class PreconditionedOptimizer(Optimizer):
         require(fits or not covered, "optimizer", repr(optimizer), "one of the preconditioner's model")
         self.optimizer, self.preconditioner, self.count = optimizer, preconditioner, None
         self._warned_of_incomplete = False
+        self._membership = Membership(preconditioner._structure.root, optimizer)
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         for moment in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
@@ -105,11 +107,20 @@ class PreconditionedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._membership.follow(self._group_for)
         if not self._is_loaders_step():
             self.preconditioner.step(self.count if count is None else count)
             self.count = None
+        self._regroup()
         self.optimizer.step()
         return loss
+
+    def _group_for(self, parameter: torch.nn.Parameter) -> Group | None:
+        """Return the group for a parameter that the model got later. None: there are several."""
+        return self.param_groups[0] if len(self.param_groups) == 1 else None
+
+    def _regroup(self) -> None:
+        """Put parameters into another group, if the change of a layer demands it."""
 
     def _is_loaders_step(self) -> bool:
         """Return whether ``torch.distributed.checkpoint`` takes this step to initialise the optimizer's state.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from natgrad.curvature import Curvature, resolve_curvature
 from natgrad.damping import ByKind, Damping, default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.communicator import is_lost
-from natgrad.distributed.fsdp import check_layers, extra_passes, plain_copy
+from natgrad.distributed.fsdp import check_layers, extra_passes, is_managed, plain_copy
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction
@@ -35,7 +36,7 @@ from natgrad.preconditioner.arguments import (
     warn_of_missing_process_group,
 )
 from natgrad.preconditioner.call_order import CallOrder
-from natgrad.preconditioner.coverage import warn_of_idle
+from natgrad.preconditioner.coverage import warn_of_idle, warn_of_lost
 from natgrad.preconditioner.explanation import Explanation, describe_damping, explain
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
@@ -44,6 +45,7 @@ from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
+from natgrad.preconditioner.membership import Membership
 from natgrad.preconditioner.refresh import (
     BackgroundRefresh,
     RefreshScheduler,
@@ -172,15 +174,23 @@ class Preconditioner:
         # Kept for copies. The default bound is recognised by identity, which a copy would lose.
         given = {name: value for name, value in locals().items() if value is not USUAL_BOUND}
         self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
-        refresh = Refresh() if refresh is None else resolve_refresh(refresh)
-        curvature = resolve_curvature(curvature)
-        check_arguments(model, optimizer, {**self._arguments, "curvature": curvature})
-        precision = Precision() if precision is None else precision
-        self.curvature = curvature
-        root, rule = unwrap(model), resolve(placement)
+        self.curvature = resolve_curvature(curvature)
+        check_arguments(model, optimizer, {**self._arguments, "curvature": self.curvature})
+        self._detached = False
+        self._membership = None if optimizer is None else Membership(unwrap(model), optimizer)
+        self._bind(model, optimizer)
+
+    def _bind(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Build everything for the ranks and the shards of now."""
+        arguments, curvature = self._arguments, self.curvature
+        damping, guard, reduction = arguments["damping"], arguments["guard"], arguments["reduction"]
+        gradients, accumulation, scaler = (arguments[name] for name in ("gradients", "accumulation", "scaler"))
+        refresh = Refresh() if arguments["refresh"] is None else resolve_refresh(arguments["refresh"])
+        precision = Precision() if arguments["precision"] is None else arguments["precision"]
+        root, rule = unwrap(model), resolve(arguments["placement"])
         chosen = default_damping(curvature) if damping is None else damping
         by_kind = chosen if isinstance(chosen, ByKind) else ByKind(chosen)
-        runtime = Communicator(resolve_group(model, process_group, mesh))
+        runtime = Communicator(resolve_group(model, arguments["process_group"], arguments["mesh"]))
         structure = Structure(
             root,
             curvature,
@@ -205,14 +215,15 @@ class Preconditioner:
         )
         self._model, self._structure, self._communicator = model, structure, runtime
         self._capture, self._hooks = capture, Hooks(capture.forward, capture)
-        self._sampler = LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean")
-        self._scaling, self._damping, self._clip = scaling, by_kind, Clip(optimizer, kl_clip)
+        self._hooks.on_forward = WeakMethod(self._before_forward)
+        self._sampler = LabelSampler(seed=arguments["seed"], rank=runtime.rank, reduction=reductions.single or "mean")
+        clip = Clip(optimizer, arguments.get("kl_clip", USUAL_BOUND))
+        self._scaling, self._damping, self._clip = scaling, by_kind, clip
         self._scheduler, self._background = RefreshScheduler(refresh), BackgroundRefresh()
         self._failures, self._inspection = FailureCounters(Guard() if guard is None else guard), Inspection()
-        self._progress, self._epochs, self._detached, self._compared = StepCounters(), EpochState(), False, False
+        self._progress, self._epochs, self._compared = StepCounters(), EpochState(), False
         warn_of_idle(root, curvature, structure.coverage)
         reductions.warn_of_idle(names)
-        warn_of_missing_process_group()
         # Last, because the user may turn the warning into an error.
         check_reduction(model, runtime, gradients)
         if reduces:
@@ -277,6 +288,8 @@ class Preconditioner:
         self._scheduler.rule.check(progress.step)
         damping = progress.damping = self._damping.value(progress.step)
         self._follow_model()
+        if self._membership is not None:
+            self._membership.follow()
         # Torch's checkpoint loaders step before any forward pass.
         has_work = self._communicator.ranks > 1 or bool(self._capture.backwards) or progress.has_curvature
         if not (self.call_order.check() and has_work):
@@ -361,6 +374,7 @@ class Preconditioner:
         progress, reductions = self._progress, self._scaling.reductions
         if not self._compared:
             self._compared = True
+            warn_of_missing_process_group()
             settings = {
                 "state": f"step {progress.step}, factors of {progress.last_factors}, "
                 f"inverses of {progress.last_inverses}",
@@ -580,17 +594,56 @@ class Preconditioner:
 
         Also add the sums that the last step began to send in the background to the running averages.
         """
-        if self._structure.move():
-            self._failures.forget()
+        self._bind_anew()
         with self._progress.phase("renew", self._communicator):
             self._background.fold(self._failures)
         if self._structure.is_outdated:
             self._collect_refresh(at_once=True)
-            self._structure.rebuild()
-            self._attach()
-            self._inspection.restart()
+            self._rebuild(captures=False)
             # The hooks lost the statistics of this step on all ranks, so these stay due.
             self._capture.wanted = self._capture.rows.wanted = False
+        if self._structure.move():
+            self._failures.forget()
+
+    def _rebuild(self, *, captures: bool) -> None:
+        """Cover the model anew, and attach hooks to its present layers, which may capture the passes of this step."""
+        before = [layer.name for layer, _ in self._structure.coverage.layers]
+        self._structure.rebuild()
+        self._attach()
+        self._inspection.restart(captures=captures)
+        warn_of_lost(before, self._structure.coverage)
+
+    def _bind_anew(self) -> bool:
+        """Before the first step, take up a process group or shards that came later; return whether there are any.
+
+        Raises:
+            NatgradError: if the model was sharded after the first step.
+        """
+        structure, group = self._structure, self._communicator.group
+        sharded = structure.is_newly_sharded
+        grouped = group is None and dist.is_available() and dist.is_initialized()
+        if not (sharded or grouped) or self._detached:
+            return False
+        if self._progress.has_curvature:
+            if sharded:
+                raise NatgradError("the model was sharded after its first step: call fully_shard before")
+            return False
+        self.call_order.detach()
+        self._hooks.detach(structure.root)
+        self._capture.detach()
+        self._bind(self._model, self.optimizer)
+        return True
+
+    def _before_forward(self) -> None:
+        """Rebuild before a pass through a model that has changed since the last step, so that hooks see its layers.
+
+        Between two backward passes of one step the next `step` does so, and while results or sums are on their way.
+        """
+        if not self._capture.backwards and self._bind_anew() and is_managed(self._structure.root):
+            self._structure.root.unshard()  # as it was: FSDP2's own hook comes first
+        idle = not (self._capture.backwards or self._background.keys or self._refreshes_in_background)
+        if idle and torch.is_grad_enabled() and not self._structure.is_sharded and self._structure.is_outdated:
+            self._rebuild(captures=True)
 
     def _differentiate_sampled(self, outputs: Tensor, mask: Tensor | None) -> None:
         """Differentiate the loss of sampled labels, if the next step needs their statistics."""

@@ -13,8 +13,8 @@ from torch import nn
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, declarations, gathered, statistics_of, summed
 from natgrad.distributed import Assignment, LayerDemand, Placement, Plan, make_plan
-from natgrad.distributed.fsdp import is_sharded, reshard
-from natgrad.errors import NatgradError, require
+from natgrad.distributed.fsdp import is_managed, is_sharded, reshard
+from natgrad.errors import require
 from natgrad.layers import Layer, Slot
 from natgrad.linalg.device import memory_of, on_host
 from natgrad.linalg.precision import Precision, at_least_float32
@@ -125,17 +125,14 @@ class Structure:
 
     def rebuild(self) -> None:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state."""
-        known, rows = states.blocks(self.groups, self.decisions), self.plan.rows
+        remaining = [group for group in self.groups if any(m.layer.slots[0].is_present for m in group.members)]
+        known, rows = states.blocks(remaining, self.decisions), self.plan.rows
         self._build()
         self.plan = replace(self.plan, rows={key: count for key, count in rows.items() if key in self.plan.layers})
         states.restore(states.fitting(known, self.groups, self.decisions), self.groups, self.decisions)
 
     def ahead(self) -> Structure:
-        """Return a rebuilt copy if the model has changed, otherwise this object. Sends nothing.
-
-        Raises:
-            NatgradError: if the model was sharded meanwhile.
-        """
+        """Return a rebuilt copy if the model has changed, otherwise this object. Sends nothing."""
         if not self.is_outdated:
             return self
         other = copy(self)
@@ -144,14 +141,19 @@ class Structure:
         return other
 
     @property
-    def is_outdated(self) -> bool:
-        """Whether parameters were moved, frozen, thawed or replaced since it was built.
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the model."""
+        return self._sharded
 
-        Raises:
-            NatgradError: if the model was sharded meanwhile.
-        """
-        if reshard(place.module for place in self.coverage.watched) and not self._sharded:
-            raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
+    @property
+    def is_newly_sharded(self) -> bool:
+        """Whether FSDP2 shards the model since it was built."""
+        return not self._sharded and any(is_managed(module) for module in self.root.modules())
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether parameters were moved, frozen, thawed or replaced since it was built."""
+        reshard(place.module for place in self.coverage.watched)
         return self.coverage.signature() != self._signature
 
     def move(self) -> bool:

@@ -182,7 +182,8 @@ class BlockGroup:
     @property
     def parameter(self) -> Tensor:
         """A parameter of the group, or a tensor with the dtype and device that a sharded one has between steps."""
-        parameter = self.members[0].layer.slots[0].parameter
+        slots = (member.layer.slots[0] for member in self.members)
+        parameter = next(slot.parameter for slot in slots if slot.is_present)
         if is_sharded(parameter):  # within a pass FSDP2 replaces it by a plain tensor, which may have another dtype
             self.state.plain = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         return parameter if self.state.plain is None else self.state.plain

@@ -41,9 +41,9 @@ class Inspection:
         """Whether `look` does nothing in this step: it was called before, or the layers have changed."""
         return self._looked or self._has_changed
 
-    def restart(self) -> None:
-        """Start again with the next step, because the layers have changed."""
-        self._looked, self._has_changed = False, True
+    def restart(self, *, captures: bool) -> None:
+        """Start again, because the layers have changed; with the next step unless the hooks capture this one's."""
+        self._looked, self._has_changed = False, not captures
 
     def look(self, groups: list[BlockGroup], sums: StatisticsBuffer, runtime: Communicator) -> None:
         """Find tables with gradients in rows that were not looked up, as from ``F.linear(h, table.weight)``.

@@ -1,0 +1,90 @@
+"""Which parameters of a model are in the groups of its optimizer; followed when the model changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from natgrad.distributed.fsdp import named_parameters
+from natgrad.errors import NatgradWarning
+
+# Names that a warning lists.
+_LISTED = 5
+
+Group = dict[str, Any]
+
+
+class Membership:
+    """Follows a model whose parameters are replaced, or get others beside them, after the optimizer was built.
+
+    That is what ``load_state_dict(assign=True)``, ``to_empty``, ``resize_token_embeddings``, ``fully_shard``, a new
+    module and LoRA do.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Take the present parameters of `model` for those that the user has chosen for the groups, or left out."""
+        self._model, self._optimizer = model, optimizer
+        self._known = dict(named_parameters(model))
+        self._ids = {id(parameter) for parameter in self._known.values()}
+
+    def follow(self, place: Callable[[nn.Parameter], Group | None] | None = None) -> None:
+        """Compare the model with its last parameters, and put those that have changed into the groups.
+
+        A parameter takes the place of the one whose name it has, with its state if it has its shape. `place` returns
+        the group for a parameter with another name. None: only warn.
+
+        Warns:
+            NatgradWarning: of trained parameters that are in no group.
+        """
+        if self._ids == {id(parameter) for parameter in self._model.parameters()}:
+            return
+        now = dict(named_parameters(self._model))
+        ids = {id(parameter) for parameter in now.values()}
+        if ids == self._ids:  # FSDP2 had left some unsharded
+            return
+        before, self._known, self._ids = self._known, now, ids
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        idle = []
+        for name, parameter in now.items():
+            old = before.get(name)
+            if parameter is old or id(parameter) in held:
+                continue
+            if old is not None and id(old) not in held:
+                continue  # it took the place of one that the user left out
+            if place is not None and old is not None and id(old) not in ids:
+                self._replace(old, parameter)
+            elif parameter.requires_grad:
+                group = None if place is None else place(parameter)
+                if group is None:
+                    idle.append(name)
+                else:
+                    group["params"].append(parameter)
+        if idle:
+            listed = ", ".join(idle[:_LISTED]) + (", ..." if len(idle) > _LISTED else "")
+            warnings.warn(
+                f"natgrad: {len(idle)} trained parameters are in no group of the optimizer, and do not move: {listed}. "
+                "They were replaced or added after it was built: build the optimizer after the change, or call "
+                'optimizer.add_param_group({"params": [...]}) with them',
+                NatgradWarning,
+                stacklevel=4,
+            )
+
+    def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Put `new` in the place of `old` in its group; its state too, if it has the shape of `old`."""
+        for group in self._optimizer.param_groups:
+            group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+        state = self._optimizer.state.pop(old, None)
+        if state is not None and new.shape == old.shape and type(new) is type(old):
+            self._optimizer.state[new] = {name: _like(value, old, new) for name, value in state.items()}
+
+
+def _like(value: Any, old: Tensor, new: Tensor) -> Any:
+    """Return a value of a state for `new` as a load of the state would."""
+    if isinstance(value, Tensor) and value.shape == old.shape and value.ndim:
+        return value.to(new.device, new.dtype if value.dtype == old.dtype else value.dtype)
+    return value.to(new.device) if isinstance(value, Tensor) and value.device != torch.device("cpu") else value
