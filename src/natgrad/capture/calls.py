@@ -34,6 +34,11 @@ class Saved:
         tensor: Tensor = node.saved_tensors[0]
         return tensor
 
+    def keep(self) -> None:
+        """Keep the tensor itself from now on: a checkpoint gives it once."""
+        if self._anchor is not None:
+            self._plain, self._anchor = self.get(), None
+
 
 def outline(tensor: Tensor) -> Tensor:
     """Return an uninitialized tensor of the same shape, dtype and device with the memory of one element."""

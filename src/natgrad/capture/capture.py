@@ -64,6 +64,7 @@ class Capture:
         self._pooled: dict[str, dict[bool, Pooled]] = {}  # lookups of a tied embedding apart from other uses
         self._uses: dict[str, weakref.WeakSet[LayerCall]] = {}  # of pooled layers, until their gradients arrive
         self._sampled: weakref.WeakSet[LayerCall] = weakref.WeakSet()  # uses that a sampled pass is to reach
+        self._kept: dict[LayerCall, tuple[int, Tensor]] = {}  # first passes and gradients of uses in kept graphs
         self._loss: int | None = None  # the last backward pass of the loss
         self.fills = False
         self.wanted = True
@@ -90,7 +91,7 @@ class Capture:
 
     def detach(self) -> None:
         """Stop capturing."""
-        for known in (self._members, self.captured, self._pooled, self._uses):
+        for known in (self._members, self.captured, self._pooled, self._uses, self._kept):
             known.clear()
         self.sums.abandon()
 
@@ -201,6 +202,7 @@ class Capture:
     def discard(self) -> None:
         """Discard the backward passes since the last step. Forward passes can still be differentiated."""
         self._pooled.clear()
+        self._kept.clear()
         self._loss = None
         self.forward.reset()
         self._terms.clear()
@@ -261,7 +263,7 @@ class Capture:
         # Gradients with a graph are derivatives inside the model (as in physics), not of the loss.
         if torch.is_grad_enabled():
             return
-        slot, name = use.layer.slots[0], use.primary.name
+        slot = use.layer.slots[0]
         unshard(self._owners.get(slot.module), slot.parameter)  # FSDP2's own hook may run later
         task = torch._C._current_graph_task_id()
         begins = not self._sampling and task != self._loss
@@ -274,14 +276,31 @@ class Capture:
         if not self._sampling:
             if begins:
                 self._loss, self.fills = task, taken == "grad"
+            if use in self._kept:  # the outer product is that of the sum over the passes
+                gradient = gradient + self._kept.pop(use)[1]
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 # The graph may live as long as the loss, so drop the inputs now.
                 use.inputs, use.outline = None, outline(use.outline)
-        # After a change of the model, nothing is captured before the next step().
-        known = self._members.get(name)
-        if known is not None and known[1].layer is use.primary and not use.primary.reshaped:
-            self._capture(use, first, inputs, gradient)
+            elif not use.traced:  # a later pass may add to the gradient
+                if inputs is not None:
+                    inputs.keep()
+                self._kept[use] = first, gradient.clone()
+                return
+        self._take_whole_gradient(use, first, inputs, gradient)
         self.seconds += perf_counter() - started
+
+    def _take_whole_gradient(self, use: LayerCall, task: int, inputs: Saved | None, gradient: Tensor) -> None:
+        # After a change of the model, nothing is captured before the next step().
+        known = self._members.get(use.primary.name)
+        if known is not None and known[1].layer is use.primary and not use.primary.reshaped:
+            self._capture(use, task, inputs, gradient)
+
+    def release_kept(self, name: str | None = None) -> None:
+        """Take the gradients of passes that kept their graph, as no pass will add to them; `name`: of one layer."""
+        uses = [use for use in self._kept if name in (None, use.primary.name)]
+        for use in uses:
+            task, gradient = self._kept.pop(use)
+            self._take_whole_gradient(use, task, use.inputs, gradient)
 
     def _settle(self, use: LayerCall, task: int, gradient: Tensor) -> None:
         """Determine the number of samples and terms of the pass `task` from one use of a layer in it."""
@@ -376,8 +395,12 @@ class Capture:
         if first and torch._C._current_graph_task_id() not in self._terms:  # the pass has reached no layer yet
             self._discard_cleared_passes()
         with torch.no_grad():
-            sums.send_complete(bucket.parameters(), self._flush, first=first)
+            sums.send_complete(bucket.parameters(), self._complete, first=first)
         self.seconds += perf_counter() - started
+
+    def _complete(self, name: str) -> None:
+        self.release_kept(name)
+        self._flush(name)
 
     def _flush(self, name: str) -> None:
         """Add the pooled rows of a layer to its sums or rows."""

@@ -295,6 +295,7 @@ class Preconditioner:
         if not (self.call_order.check() and has_work):
             return
         self._communicator.call = f"step() {progress.step}"
+        self._capture.release_kept()
         self._compare_settings(damping)
         due = self._scheduler.due_parts(progress)
         if self._refreshes_in_background:
