@@ -328,3 +328,70 @@ def test_a_backbone_may_be_thawed_after_the_head_has_trained_alone():
     assert all(step.any() for step in steps.values())
     train(model, optimizer, 2, 4)
     assert "attention.out_proj.weight" in optimizer.preconditioner.state_dict()["blocks"]
+
+
+def test_momentum_is_read_from_the_groups_by_either_name_and_saved():
+    """As one that was built with it."""
+    wanted, by_momentum, by_betas = Network(), Network(), Network()
+    expected = natgrad.NaturalMuon(wanted, momentum=0.5)
+    first, second = natgrad.NaturalMuon(by_momentum), natgrad.NaturalMuon(by_betas)
+    first.param_groups[0]["momentum"] = 0.5
+    second.param_groups[0]["betas"] = (0.5, 0.95)
+    for model, optimizer in ((wanted, expected), (by_momentum, first), (by_betas, second)):
+        train(model, optimizer, 0, 6)
+    for model in (by_momentum, by_betas):
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), wanted.parameters(), strict=True))
+    resumed = natgrad.NaturalMuon(Network())
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.param_groups[0]["momentum"] == resumed.param_groups[0]["betas"][0] == 0.5
+
+
+def test_one_cycle_moves_momentum_and_rate():
+    model, seen = Network(), []
+    optimizer = natgrad.NaturalMuon(model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=8)
+    for step in range(6):
+        train(model, optimizer, step, step + 1)
+        seen.append(optimizer.param_groups[0]["momentum"])
+        scheduler.step()
+    assert max(seen) == pytest.approx(0.95)
+    assert min(seen) < 0.86
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1, "0.9"])
+def test_a_momentum_that_is_not_allowed_is_refused_before_anything_moves(momentum):
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model)
+    optimizer.param_groups[0]["momentum"] = momentum
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"momentum=.* is not allowed"):
+        train(model, optimizer, 0, 1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_weight_decay_of_matrices_alone():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model, weight_decay=0.1, decay="matrices")
+    groups = [(names(model, group), group["weight_decay"]) for group in optimizer.param_groups]
+    assert groups[0] == (MATRICES - {"head.weight"}, 0.1)
+    assert groups[1] == ({"head.weight"}, 0.1)
+    assert groups[2][1] == 0
+    assert {"table.weight", "norm.weight", "shift", "head.bias"} <= groups[2][0]
+
+
+def test_added_groups_hold_what_one_method_moves_and_options_that_a_group_can_have():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model)
+    spare, groups = nn.Parameter(torch.zeros(2)), len(optimizer.param_groups)
+    with pytest.raises(ValueError, match=r"param_group\['power'\]=0.5 is not allowed"):
+        optimizer.add_param_group({"params": [spare], "power": 0.5})
+    matrices = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"], moved_apart = matrices[1:], matrices[:1]
+    with pytest.raises(ValueError, match="either matrices that natural Muon moves, or parameters that AdamW moves"):
+        optimizer.add_param_group({"params": [*moved_apart, spare]})
+    assert len(optimizer.param_groups) == groups
+    optimizer.add_param_group({"params": moved_apart, "lr": 0.0})
+    steps = moved(model, optimizer)
+    (name,) = names(model, optimizer.param_groups[-1])
+    assert not steps[name].any()
+    assert all(steps[other].any() for other in names(model, optimizer.param_groups[0]))

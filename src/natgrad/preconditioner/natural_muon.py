@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from glob import escape
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,7 @@ from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement
 from natgrad.distributed.fsdp import find_mesh, is_sharded
-from natgrad.errors import NatgradWarning, require
+from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.layers import layers_for
 from natgrad.linalg.device import multiplies_bfloat16, on_host
 from natgrad.linalg.precision import Precision
@@ -72,6 +74,7 @@ class NaturalMuon(PreconditionedOptimizer):
         full_factors: bool = False,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        decay: Literal["all", "matrices"] = "all",
         head: Literal["spectral", "adamw"] | Spectral = "adamw",
         heads: Sequence[str] | None = None,
         adamw: Sequence[str] = (),
@@ -92,9 +95,10 @@ class NaturalMuon(PreconditionedOptimizer):
         Args:
             model: The model: plain, in ``DistributedDataParallel``, or sharded by FSDP2 (``fully_shard``) beforehand.
             lr: The learning rate. Start at 2e-2, and try twice and half of it.
-            momentum: μ of the matrices, in [0, 1).
-            weight_decay: Decoupled weight decay of all parameters, times the learning rate. Set it in a parameter group
-                to change it for that group.
+            momentum: μ of the matrices, in [0, 1). ``group["momentum"]`` of their group changes it later, and so does
+                the first of its ``betas``, which some schedulers set.
+            weight_decay: Decoupled weight decay, times the learning rate. Set it in a parameter group to change it for
+                that group.
             power: p, the exponent of the inverse roots, in [0, 1]; 0 is Muon.
             damping: δ, relative to the mean eigenvalue of each factor: a number above 0, or a callable of the step.
             interval: Steps between two refreshes of factors and roots. Early refreshes come at steps 0, 4, 8, 16, 32...
@@ -105,6 +109,8 @@ class NaturalMuon(PreconditionedOptimizer):
                 (`natgrad.Spectral`).
             betas: AdamW's β₁ and β₂.
             eps: AdamW's ε.
+            decay: Which parameters `weight_decay` is for: "all", or "matrices": no biases, norms and embeddings, which
+                then have a group of their own.
             head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or another
                 `natgrad.Spectral`, such as ``natgrad.Spectral(power=0.25, steps=0)``.
             heads: The fnmatch patterns of the names of these layers. None: the layer that shares its weight with an
@@ -135,23 +141,12 @@ class NaturalMuon(PreconditionedOptimizer):
                 the loss.
         """
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
-            check_number(name, value, "a number >= 0", minimum=0)
-        lr, weight_decay, eps = float(lr), float(weight_decay), float(eps)
+        lr, weight_decay, eps = _floats(lr=lr, weight_decay=weight_decay, eps=eps)
         check_number("interval", interval, "a number of steps >= 1", minimum=1)
         fits = isinstance(betas, Sequence) and len(betas) == 2 and all(is_number(one) and 0 <= one < 1 for one in betas)
         require(fits, "betas", betas, "two numbers in [0, 1)")
-        fits = isinstance(head, Spectral) or (isinstance(head, str) and head in ("spectral", "adamw"))
-        require(fits, "head", head, "'spectral', 'adamw' or a natgrad.Spectral")
-        for name, patterns in (("heads", () if heads is None else heads), ("adamw", adamw)):
-            fits = (
-                isinstance(patterns, Sequence)
-                and not isinstance(patterns, str)
-                and all(isinstance(pattern, str) for pattern in patterns)
-            )
-            require(fits, name, patterns, "a sequence of fnmatch patterns")
-        fits = groups is None or (isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups))
-        require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
+        require_one_of("decay", decay, "all", "matrices")
+        _check_patterns(head, heads, adamw, groups)
         root = unwrap(model)
         matrices = matrices_of(root)
         with unfrozen(root):
@@ -162,18 +157,15 @@ class NaturalMuon(PreconditionedOptimizer):
         if dtype == "auto":
             dtype = torch.bfloat16 if steps is not None and _gains_from_bfloat16(root) else None
 
-        def spectral(count: int = 1) -> Spectral:
-            return Spectral(
-                power=power, steps=steps, momentum=momentum, groups=count, dtype=dtype, full_factors=full_factors
-            )
-
+        options: dict[str, Any] = {"power": power, "steps": steps, "momentum": momentum}
+        spectral = partial(Spectral, **options, dtype=dtype, full_factors=full_factors)
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if head != "spectral":
             moved_by = head if isinstance(head, Spectral) else None
             left = [name for name in every if _first_match(name, adamw) is not None]
             likely = [name for name in [likely_head(root, _beside_trained(every))] if name not in left]
             _add(curvature, dict.fromkeys(map(escape, likely) if heads is None else heads, moved_by))
-        _add(curvature, {pattern: spectral(count) for pattern, count in (groups or {}).items()})
+        _add(curvature, {pattern: spectral(groups=count) for pattern, count in (groups or {}).items()})
         if any(_first_match(name, curvature) is None for name in every):
             _add(curvature, {"*": spectral()})
         by_adamw = [name for name in every if curvature[str(_first_match(name, curvature))] is None]
@@ -203,8 +195,13 @@ class NaturalMuon(PreconditionedOptimizer):
                 preconditioner.detach()
             require(covered, "model", type(model).__name__, "a model with a weight matrix that is not too wide")
             others = [p for p in model.parameters() if p.requires_grad and id(p) not in covered]
-        update = _Update(list(covered.values()), others, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
+        undecayed = {id(p) for p in others} - _decayed(root) if decay == "matrices" else set()
+        parts = [[p for p in others if (id(p) in undecayed) == apart] for apart in (False, True)]
+        update = _Update(list(covered.values()), *parts, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
+        self._spectral = [one for one in curvature.values() if isinstance(one, Spectral) and one is not head]
+        self._momentum, self._decay = float(momentum), decay
         super().__init__(update, preconditioner)
+        self._read_momentum()
         self._coverage = preconditioner._structure.coverage
         # FSDP2's graphs have other parameters, and a frozen head is in no graph.
         if head != "spectral" and heads is None and find_mesh(model) is None and matrices.keys() >= set(likely):
@@ -221,9 +218,55 @@ class NaturalMuon(PreconditionedOptimizer):
             return {id(slot.parameter) for layer, _ in layers for slot in layer.slots}
 
     @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices that natural Muon moves, or of parameters that AdamW moves.
+
+        Raises:
+            ValueError: if it has both, or an option that is the same for all groups. Nothing has been changed then.
+        """
+        for name in param_group.keys() & _SAME_IN_ALL_GROUPS:
+            require(False, f"param_group[{name!r}]", param_group[name], "left out: it is the same for all groups")
+        params = param_group.get("params", ())
+        parameters = [params] if isinstance(params, Tensor) else list(params)
+        matrices = self._matrices()
+        kinds = {id(parameter) in matrices for parameter in parameters}
+        allowed = "either matrices that natural Muon moves, or parameters that AdamW moves"
+        require(len(kinds) == 1, "param_group['params']", f"{len(parameters)} parameters", allowed)
+        super().add_param_group({**param_group, "params": parameters, "spectral": kinds.pop()})
+
+    @override
+    def _read_groups(self) -> None:
+        super()._read_groups()
+        self._read_momentum()
+
+    def _read_momentum(self) -> None:
+        """Take up the momentum of the groups; "momentum" and the first of "betas", whichever was set, are one number.
+
+        Raises:
+            ValueError: if it is not allowed, or differs between groups of matrices.
+        """
+        groups, found = [group for group in self.param_groups if group["spectral"]], set[float]()
+        for group in groups:
+            beta, known = group["betas"][0], group.get("momentum")  # old checkpoints have none
+            found.add(self._momentum if known is None else known if beta == self._momentum else beta)
+        require(len(found) == 1, "momentum", sorted(found), "the same in all groups of matrices")
+        momentum = found.pop()
+        require(is_number(momentum) and 0 <= momentum < 1, "momentum", momentum, "a number in [0, 1)")
+        self._momentum = momentum
+        for one in self._spectral:
+            for variant in (one, *one._variants.values()):
+                variant.momentum = momentum
+        for group in groups:
+            group["momentum"], group["betas"] = momentum, (momentum, *group["betas"][1:])
+
+    @override
     def _group_for(self, parameter: nn.Parameter) -> Group | None:
         spectral = id(parameter) in self._matrices()
-        return next((group for group in self.param_groups if group["spectral"] == spectral), None)
+        groups = [group for group in self.param_groups if group["spectral"] == spectral]
+        if self._decay == "matrices" and not spectral:
+            decays = id(parameter) in _decayed(self.preconditioner._structure.root)
+            groups = groups[:1] if decays else groups[1:]
+        return next(iter(groups), None)
 
     @override
     def _regroup(self) -> None:
@@ -241,17 +284,48 @@ class NaturalMuon(PreconditionedOptimizer):
                 target["params"].append(parameter)
 
 
+# Arguments that a group may have of its own, and those that it cannot.
+_OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
+_SAME_IN_ALL_GROUPS = signature(NaturalMuon).parameters.keys() - _OF_GROUPS
+
+
+def _floats(**numbers: float) -> Iterator[float]:
+    """Check that some numbers are at least 0, and yield them."""
+    for name, value in numbers.items():
+        check_number(name, value, "a number >= 0", minimum=0)
+        yield float(value)
+
+
+def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
+    """Check which layers are moved by what."""
+    fits = isinstance(head, Spectral) or (isinstance(head, str) and head in ("spectral", "adamw"))
+    require(fits, "head", head, "'spectral', 'adamw' or a natgrad.Spectral")
+    for name, patterns in (("heads", () if heads is None else heads), ("adamw", adamw)):
+        is_sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        fits = is_sequence and all(isinstance(pattern, str) for pattern in patterns)
+        require(fits, name, patterns, "a sequence of fnmatch patterns")
+    fits = groups is None or (isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups))
+    require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
+
+
+def _decayed(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters with two or more dimensions that are no embeddings."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+    return {id(parameter) for parameter in model.parameters() if parameter.ndim > 1} - tables
+
+
 class _Update(Optimizer):
     """Moves matrices against natgrad's updates, and other parameters by AdamW."""
 
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], **options: Any) -> None:
-        """Make a group of each; `options` are those of AdamW."""
-        defaults = AdamW([*matrices, *others], **options).defaults
-        groups = ((matrices, True), (others, False))
-        super().__init__(
-            [{"params": parameters, "spectral": spectral} for parameters, spectral in groups],
-            {**defaults, "spectral": False},
-        )
+    def __init__(
+        self, matrices: list[nn.Parameter], others: list[nn.Parameter], undecayed: list[nn.Parameter], **options: Any
+    ) -> None:
+        """Make a group of each, of the last only if there are any; `options` are those of AdamW."""
+        defaults = AdamW([*matrices, *others, *undecayed], **options).defaults
+        groups: list[Group] = [{"params": matrices, "spectral": True}, {"params": others}]
+        if undecayed:
+            groups.append({"params": undecayed, "weight_decay": 0.0})
+        super().__init__(groups, {**defaults, "spectral": False})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -107,13 +107,17 @@ class PreconditionedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._membership.follow(self._group_for)
+        self._read_groups()
         if not self._is_loaders_step():
             self.preconditioner.step(self.count if count is None else count)
             self.count = None
         self._regroup()
         self.optimizer.step()
         return loss
+
+    def _read_groups(self) -> None:
+        """Bring the groups and the model together, before the step."""
+        self._membership.follow(self._group_for)
 
     def _group_for(self, parameter: torch.nn.Parameter) -> Group | None:
         """Return the group for a parameter that the model got later. None: there are several."""
