@@ -264,6 +264,8 @@ class Capture:
         if torch.is_grad_enabled():
             return
         slot = use.layer.slots[0]
+        if not slot.is_present:  # pruned or parametrised in this step
+            return
         unshard(self._owners.get(slot.module), slot.parameter)  # FSDP2's own hook may run later
         task = torch._C._current_graph_task_id()
         begins = not self._sampling and task != self._loss
@@ -276,15 +278,18 @@ class Capture:
         if not self._sampling:
             if begins:
                 self._loss, self.fills = task, taken == "grad"
+                if any(kept.forward is not use.forward for kept in self._kept):
+                    self.release_kept()  # another forward pass: its graph may be gone
             if use in self._kept:  # the outer product is that of the sum over the passes
                 gradient = gradient + self._kept.pop(use)[1]
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 # The graph may live as long as the loss, so drop the inputs now.
                 use.inputs, use.outline = None, outline(use.outline)
-            elif not use.traced:  # a later pass may add to the gradient
+            elif self.fills and use.forward is not None:  # a later pass may add to the gradient
                 if inputs is not None:
                     inputs.keep()
                 self._kept[use] = first, gradient.clone()
+                self.seconds += perf_counter() - started
                 return
         self._take_whole_gradient(use, first, inputs, gradient)
         self.seconds += perf_counter() - started

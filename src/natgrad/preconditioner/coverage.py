@@ -53,8 +53,8 @@ class Coverage:
     watched: list[Place]
     order: dict[str, tuple[int, int]]
 
-    def signature(self) -> list[object]:
-        """Return a value that changes if the coverage may have: with modules, shapes, ties, and what is trained."""
+    def signature(self, *, trained: bool = True) -> list[object]:
+        """Return a value that changes if the coverage may have: with modules, shapes, ties, and what is `trained`."""
         shared: dict[int, int] = {}  # tied weights
         found: list[object] = []
         for place in self.watched:
@@ -63,7 +63,8 @@ class Coverage:
                 if parameter is None or is_lazy(parameter):
                     found.append(None)
                 else:
-                    found += shared.setdefault(id(parameter), len(shared)), parameter.shape, parameter.requires_grad
+                    found += shared.setdefault(id(parameter), len(shared)), parameter.shape
+                    found.append(trained and parameter.requires_grad)
         return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Membership:
         if ids == self._ids:  # FSDP2 had left some unsharded
             return
         before, self._known, self._ids = self._known, now, ids
+        order = {id(parameter): place for place, parameter in enumerate(now.values())}
+        sorted_groups = [group for group in self._optimizer.param_groups if _is_sorted(group, before.values())]
         held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         idle = []
         for name, parameter in now.items():
@@ -63,16 +65,23 @@ class Membership:
                 if group is None:
                     idle.append(name)
                 else:
-                    group["params"].append(parameter)
-        if idle:
-            listed = ", ".join(idle[:_LISTED]) + (", ..." if len(idle) > _LISTED else "")
-            warnings.warn(
-                f"natgrad: {len(idle)} trained parameters are in no group of the optimizer, and do not move: {listed}. "
-                "They were replaced or added after it was built: build the optimizer after the change, or call "
-                'optimizer.add_param_group({"params": [...]}) with them',
-                NatgradWarning,
-                stacklevel=4,
-            )
+                    _append(group, name, parameter)
+        if place is not None:
+            self._remove([parameter for parameter in before.values() if id(parameter) not in ids])
+        for group in sorted_groups:  # as in an optimizer that is built now
+            if "param_names" not in group:
+                group["params"].sort(key=lambda parameter: order.get(id(parameter), -1))
+        _warn_of_idle(idle)
+
+    def _remove(self, parameters: list[nn.Parameter]) -> None:
+        """Remove parameters that have left the model, with their state."""
+        gone = {id(parameter) for parameter in parameters}
+        for group in self._optimizer.param_groups:
+            kept = [place for place, parameter in enumerate(group["params"]) if id(parameter) not in gone]
+            for name in group.keys() & {"params", "param_names"}:
+                group[name] = [group[name][place] for place in kept]
+        for parameter in parameters:
+            self._optimizer.state.pop(parameter, None)
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Put `new` in the place of `old` in its group; its state too, if it has the shape of `old`."""
@@ -81,6 +90,32 @@ class Membership:
         state = self._optimizer.state.pop(old, None)
         if state is not None and new.shape == old.shape and type(new) is type(old):
             self._optimizer.state[new] = {name: _like(value, old, new) for name, value in state.items()}
+
+
+def _warn_of_idle(names: list[str]) -> None:
+    """Warn of trained parameters that are in no group, if there are any."""
+    if names:
+        listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+        warnings.warn(
+            f"natgrad: {len(names)} trained parameters are in no group of the optimizer, and do not move: {listed}. "
+            "They were replaced or added after it was built: build the optimizer after the change, or call "
+            'optimizer.add_param_group({"params": [...]}) with them',
+            NatgradWarning,
+            stacklevel=5,
+        )
+
+
+def _append(group: Group, name: str, parameter: nn.Parameter) -> None:
+    group["params"].append(parameter)
+    if "param_names" in group:
+        group["param_names"].append(name)
+
+
+def _is_sorted(group: Group, model: Iterable[nn.Parameter]) -> bool:
+    """Return whether a group holds its parameters in the order of the model."""
+    order = {id(parameter): place for place, parameter in enumerate(model)}
+    places = [order.get(id(parameter), -1) for parameter in group["params"]]
+    return places == sorted(places)
 
 
 def _like(value: Any, old: Tensor, new: Tensor) -> Any:

@@ -232,7 +232,8 @@ class NaturalMuon(PreconditionedOptimizer):
         kinds = {id(parameter) in matrices for parameter in parameters}
         allowed = "either matrices that natural Muon moves, or parameters that AdamW moves"
         require(len(kinds) == 1, "param_group['params']", f"{len(parameters)} parameters", allowed)
-        super().add_param_group({**param_group, "params": parameters, "spectral": kinds.pop()})
+        own = {"momentum": self._momentum} if True in kinds else {}
+        super().add_param_group({**own, **param_group, "params": parameters, "spectral": kinds.pop()})
 
     @override
     def _read_groups(self) -> None:
@@ -265,7 +266,7 @@ class NaturalMuon(PreconditionedOptimizer):
         groups = [group for group in self.param_groups if group["spectral"] == spectral]
         if self._decay == "matrices" and not spectral:
             decays = id(parameter) in _decayed(self.preconditioner._structure.root)
-            groups = groups[:1] if decays else groups[1:]
+            groups = groups[:1] if decays else groups[1:] or groups
         return next(iter(groups), None)
 
     @override

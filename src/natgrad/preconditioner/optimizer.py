@@ -163,6 +163,7 @@ class PreconditionedOptimizer(Optimizer):
         Warns:
             NatgradWarning: once, if this rank's state is incomplete.
         """
+        self._read_groups()
         plan = self.preconditioner.plan
         if not gather and plan.columns > 1 and not self._warned_of_incomplete:
             self._warned_of_incomplete = True
@@ -190,6 +191,7 @@ class PreconditionedOptimizer(Optimizer):
                 has one worker, or factors are not what `Preconditioner.load_state_dict` accepts. Nothing has been
                 changed then.
         """
+        self._read_groups()
         fits = isinstance(state_dict, Mapping) and state_dict.keys() >= {"state", "param_groups"}
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         require(fits, "state_dict", found, "what PreconditionedOptimizer.state_dict() returned")

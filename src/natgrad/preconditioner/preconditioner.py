@@ -176,7 +176,7 @@ class Preconditioner:
         self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
         self.curvature = resolve_curvature(curvature)
         check_arguments(model, optimizer, {**self._arguments, "curvature": self.curvature})
-        self._detached = False
+        self._detached = self._has_stepped = False
         self._membership = None if optimizer is None else Membership(unwrap(model), optimizer)
         self._bind(model, optimizer)
 
@@ -282,7 +282,8 @@ class Preconditioner:
             CurvatureError: if a layer has failed more often in a row than the guard allows, or if a decomposition in
                 the background raised an error on any rank.
         """
-        progress = self._progress
+        self._bind_again()
+        progress, self._has_stepped = self._progress, True
         self._check_step(count)
         self._capture.audit.report()
         self._scheduler.rule.check(progress.step)
@@ -595,7 +596,6 @@ class Preconditioner:
 
         Also add the sums that the last step began to send in the background to the running averages.
         """
-        self._bind_anew()
         with self._progress.phase("renew", self._communicator):
             self._background.fold(self._failures)
         if self._structure.is_outdated:
@@ -614,36 +614,40 @@ class Preconditioner:
         self._inspection.restart(captures=captures)
         warn_of_lost(before, self._structure.coverage)
 
-    def _bind_anew(self) -> bool:
-        """Before the first step, take up a process group or shards that came later; return whether there are any.
+    def _bind_again(self) -> bool:
+        """Before the first step, build all anew for a process group or shards that came later; return whether any did.
 
         Raises:
             NatgradError: if the model was sharded after the first step.
         """
         structure, group = self._structure, self._communicator.group
-        sharded = structure.is_newly_sharded
         grouped = group is None and dist.is_available() and dist.is_initialized()
-        if not (sharded or grouped) or self._detached:
+        sharded = structure.is_newly_sharded
+        if self._has_stepped and sharded:
+            raise NatgradError("the model was sharded after its first step: call fully_shard before")
+        if self._has_stepped or self._detached or not (grouped or sharded):
             return False
-        if self._progress.has_curvature:
-            if sharded:
-                raise NatgradError("the model was sharded after its first step: call fully_shard before")
-            return False
+        loaded = self.state_dict() if self._progress.has_curvature else None
+        on_outputs = self._hooks.on_outputs
         self.call_order.detach()
         self._hooks.detach(structure.root)
         self._capture.detach()
         self._bind(self._model, self.optimizer)
+        self._hooks.on_outputs = on_outputs
+        if loaded is not None:
+            self.load_state_dict(loaded)
         return True
 
     def _before_forward(self) -> None:
-        """Rebuild before a pass through a model that has changed since the last step, so that hooks see its layers.
+        """Rebuild before a pass through a model that has other layers than in the last step, so that hooks see them.
 
-        Between two backward passes of one step the next `step` does so, and while results or sums are on their way.
+        The next `step` does so between two backward passes of one step, and where ranks must decide alike.
         """
-        if not self._capture.backwards and self._bind_anew() and is_managed(self._structure.root):
+        if not torch.is_grad_enabled() or self._capture.backwards:
+            return
+        if self._bind_again() and is_managed(self._structure.root):
             self._structure.root.unshard()  # as it was: FSDP2's own hook comes first
-        idle = not (self._capture.backwards or self._background.keys or self._refreshes_in_background)
-        if idle and torch.is_grad_enabled() and not self._structure.is_sharded and self._structure.is_outdated:
+        if self._communicator.ranks == 1 and self._structure.has_other_layers:
             self._rebuild(captures=True)
 
     def _differentiate_sampled(self, outputs: Tensor, mask: Tensor | None) -> None:
@@ -868,6 +872,7 @@ class Preconditioner:
                 another kind of dtype, naming layer and tensor. Nothing has been changed then. All ranks that are given
                 the same state raise it.
         """
+        self._bind_again()
         self._follow_model()
         progress, groups, decisions = self._progress, self._structure.groups, self._structure.decisions
         counters = {"updates": progress.updates, "watch": self._failures.state_dict()}

@@ -54,6 +54,7 @@ class Structure:
     def _build(self) -> None:
         self.coverage = cover(self.root, self._curvature)
         self._signature = self.coverage.signature()
+        self._form = self.coverage.signature(trained=False)
         self.plan = self._planned()
         _check_combinations(self.coverage.layers, self.plan.placement, self._refresh, self._ranks)
         self._assignments.update(self.plan.assignments)
@@ -141,14 +142,14 @@ class Structure:
         return other
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether FSDP2 shards the model."""
-        return self._sharded
-
-    @property
     def is_newly_sharded(self) -> bool:
         """Whether FSDP2 shards the model since it was built."""
         return not self._sharded and any(is_managed(module) for module in self.root.modules())
+
+    @property
+    def has_other_layers(self) -> bool:
+        """Whether modules or shapes have changed since it was built; freezing may be for one pass only."""
+        return self.coverage.signature(trained=False) != self._form
 
     @property
     def is_outdated(self) -> bool:
