@@ -46,7 +46,7 @@ def test_a_second_step_leaves_natural_gradients(interval):
 
 @pytest.mark.parametrize("accumulation", ["mean", "sum"])
 def test_losses_of_one_forward_pass_make_one_sum(accumulation):
-    """Of the Fisher too, as that of independent labels: F = F₁ + F₂."""
+    """Of the Fisher too: its rows are the gradients of the sum."""
     model = network()
     reference = dense.twin(model)
     preconditioner = precondition(model, accumulation=accumulation, kl_clip=None)
@@ -59,12 +59,8 @@ def test_losses_of_one_forward_pass_make_one_sum(accumulation):
     for loss in losses:
         (loss(outputs) / len(x)).backward(retain_graph=True)
     preconditioner.step()
-    rows = [dense.capture(reference, lambda model, loss=loss: loss(model(x))) for loss in losses]
-    expected = {}
-    for name, first in rows[0].items():
-        second = rows[1][name]
-        A, G = first.factors()[0], first.factors()[1] + second.factors()[1]
-        expected[name] = dense.solve_eigen(first.gradient() + second.gradient(), A, G, 0.1)
+    captured = dense.capture(reference, lambda model: sum(loss(outputs) for outputs in [model(x)] for loss in losses))
+    expected = {name: dense.solve_eigen(rows.gradient(), *rows.factors(), 0.1) for name, rows in captured.items()}
     dense.assert_equal(dense.gradients(model), expected)
 
 
