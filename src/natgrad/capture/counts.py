@@ -146,7 +146,7 @@ class Reductions:
             warnings.warn(
                 f"natgrad: the patterns {idle} of reduction apply to no covered layer; see explain()",
                 NatgradWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     # --- How many terms count -----------------------------------------------------------------------------------

@@ -34,16 +34,27 @@ class Hooks:
         forward: The forward passes, which the hooks begin and end.
         receiver: Returns the receiver, which is held weakly; None: it was deleted.
         on_outputs: Called with the outputs of the model in each pass with gradients, except compiled ones.
-        on_forward: Returns what is called before each pass, except compiled ones. None: nothing.
     """
 
     def __init__(self, forward: ForwardPasses, receiver: Receiver) -> None:
         """Initialize without hooks. Later ones are removed when the receiver is deleted."""
         self.forward, self.receiver = forward, weakref.ref(receiver)
         self.on_outputs: Callable[[Any], None] | None = None
-        self.on_forward: Callable[[], Callable[[], None] | None] | None = None
+        self._before_forward: weakref.WeakMethod[Callable[[], None]] | None = None
         self._handles: list[Handle] = []
         weakref.finalize(receiver, remove_all, self._handles).atexit = False
+
+    def call_before_forward(self, method: Callable[[], None]) -> None:
+        """Call a method before each pass, except compiled ones. Its object is held weakly."""
+        self._before_forward = weakref.WeakMethod(method)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a forward pass."""
+        if not torch.compiler.is_compiling() and self._before_forward is not None:
+            method = self._before_forward()
+            if method is not None:
+                method()
+        self.forward.enter(args, kwargs)
 
     def attach(self, root: nn.Module, layers: Iterable[Layer]) -> None:
         """Register hooks on a model and some of its layers, in place of earlier ones."""
@@ -82,13 +93,8 @@ class BeginHook(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report the beginning, as a forward pre-hook."""
-        if self.hooks is None:
-            return
-        if not torch.compiler.is_compiling() and self.hooks.on_forward is not None:
-            follow = self.hooks.on_forward()
-            if follow is not None:
-                follow()
-        self.hooks.forward.enter(args, kwargs)
+        if self.hooks is not None:
+            self.hooks.begin(args, kwargs)
 
 
 class EndHook(_Hook):

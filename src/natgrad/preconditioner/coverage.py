@@ -231,8 +231,10 @@ def warn_of_idle(model: nn.Module, curvature: Curvature | Mapping[str, Curvature
     """Warn of patterns that apply to no module, and of models without covered layers."""
     idle = _idle_patterns(model, curvature)
     if idle or not coverage.layers:
-        what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
-        warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=3)
+        frozen = any("frozen" in left.reason for left in coverage.left)
+        uncovered = "no layer of the model is covered" + (" while its weights are frozen" if frozen else "")
+        what = f"the patterns {idle} decide for no module" if idle else uncovered
+        warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=4)
 
 
 def warn_of_lost(before: Iterable[str], coverage: Coverage) -> None:

@@ -32,11 +32,11 @@ class Membership:
         self._known = dict(named_parameters(model))
         self._ids = {id(parameter) for parameter in self._known.values()}
 
-    def follow(self, place: Callable[[nn.Parameter], Group | None] | None = None) -> None:
+    def follow(self, group_for: Callable[[nn.Parameter], Group | None] | None = None) -> None:
         """Compare the model with its last parameters, and put those that have changed into the groups.
 
-        A parameter takes the place of the one whose name it has, with its state if it has its shape. `place` returns
-        the group for a parameter with another name. None: only warn.
+        A parameter replaces the one of its name, and takes over its state if both have the same shape. `group_for`
+        returns the group for a parameter of another name; None: there is no single one. Without it only warn.
 
         Warns:
             NatgradWarning: of trained parameters that are in no group.
@@ -48,7 +48,6 @@ class Membership:
         if ids == self._ids:  # FSDP2 had left some unsharded
             return
         before, self._known, self._ids = self._known, now, ids
-        order = {id(parameter): place for place, parameter in enumerate(now.values())}
         sorted_groups = [group for group in self._optimizer.param_groups if _is_sorted(group, before.values())]
         held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         idle = []
@@ -57,20 +56,21 @@ class Membership:
             if parameter is old or id(parameter) in held:
                 continue
             if old is not None and id(old) not in held:
-                continue  # it took the place of one that the user left out
-            if place is not None and old is not None and id(old) not in ids:
+                continue  # it replaces one that the user left out
+            if group_for is not None and old is not None and id(old) not in ids:
                 self._replace(old, parameter)
             elif parameter.requires_grad:
-                group = None if place is None else place(parameter)
+                group = None if group_for is None else group_for(parameter)
                 if group is None:
                     idle.append(name)
                 else:
                     _append(group, name, parameter)
-        if place is not None:
+        if group_for is not None:
             self._remove([parameter for parameter in before.values() if id(parameter) not in ids])
-        for group in sorted_groups:  # as in an optimizer that is built now
-            if "param_names" not in group:
-                group["params"].sort(key=lambda parameter: order.get(id(parameter), -1))
+            places = {id(parameter): place for place, parameter in enumerate(now.values())}
+            for group in sorted_groups:  # as in an optimizer that is built now
+                if "param_names" not in group:
+                    group["params"].sort(key=lambda parameter: places.get(id(parameter), -1))
         _warn_of_idle(idle)
 
     def _remove(self, parameters: list[nn.Parameter]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,7 @@ from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement
 from natgrad.distributed.fsdp import find_mesh, is_sharded
-from natgrad.errors import NatgradWarning, require, require_one_of
+from natgrad.errors import ArgumentError, NatgradWarning, require, require_one_of
 from natgrad.layers import layers_for
 from natgrad.linalg.device import multiplies_bfloat16, on_host
 from natgrad.linalg.precision import Precision
@@ -225,7 +224,8 @@ class NaturalMuon(PreconditionedOptimizer):
             ValueError: if it has both, or an option that is the same for all groups. Nothing has been changed then.
         """
         for name in param_group.keys() & _SAME_IN_ALL_GROUPS:
-            require(False, f"param_group[{name!r}]", param_group[name], "left out: it is the same for all groups")
+            allowed = "left out: it is the same for all groups"
+            raise ArgumentError(f"param_group[{name!r}]", param_group[name], allowed)
         params = param_group.get("params", ())
         parameters = [params] if isinstance(params, Tensor) else list(params)
         matrices = self._matrices()
@@ -241,7 +241,7 @@ class NaturalMuon(PreconditionedOptimizer):
         self._read_momentum()
 
     def _read_momentum(self) -> None:
-        """Take up the momentum of the groups; "momentum" and the first of "betas", whichever was set, are one number.
+        """Read the momentum of the groups of matrices: "momentum" or the first of "betas", whichever has been set.
 
         Raises:
             ValueError: if it is not allowed, or differs between groups of matrices.
@@ -285,9 +285,9 @@ class NaturalMuon(PreconditionedOptimizer):
                 target["params"].append(parameter)
 
 
-# Arguments that a group may have of its own, and those that it cannot.
-_OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
-_SAME_IN_ALL_GROUPS = signature(NaturalMuon).parameters.keys() - _OF_GROUPS
+# Arguments that are the same for all groups.
+_SAME_IN_ALL_GROUPS = {"power", "damping", "interval", "steps", "full_factors", "decay", "head", "heads", "adamw"}
+_SAME_IN_ALL_GROUPS |= {"groups", "dtype", "refresh", "placement", "precision", "gradients", "accumulation", "scaler"}
 
 
 def _floats(**numbers: float) -> Iterator[float]:

@@ -47,7 +47,7 @@ class PreconditionedOptimizer(Optimizer):
         require(fits or not covered, "optimizer", repr(optimizer), "one of the preconditioner's model")
         self.optimizer, self.preconditioner, self.count = optimizer, preconditioner, None
         self._warned_of_incomplete = False
-        self._membership = Membership(preconditioner._structure.root, optimizer)
+        self._membership = preconditioner.membership or Membership(preconditioner._structure.root, optimizer)
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         for moment in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):

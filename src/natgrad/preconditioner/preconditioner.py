@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -81,6 +80,7 @@ class Preconditioner:
     Attributes:
         curvature: The `Curvature` of the layers, or the mapping of patterns to curvatures.
         call_order: Checks the order of calls. Not part of the public interface.
+        membership: Follows the groups of the optimizer. Not part of the public interface. None: there is no optimizer.
 
     Example:
         >>> preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), optimizer=optimizer, damping=3e-3)
@@ -177,11 +177,11 @@ class Preconditioner:
         self.curvature = resolve_curvature(curvature)
         check_arguments(model, optimizer, {**self._arguments, "curvature": self.curvature})
         self._detached = self._has_stepped = False
-        self._membership = None if optimizer is None else Membership(unwrap(model), optimizer)
+        self.membership = None if optimizer is None else Membership(unwrap(model), optimizer)
         self._bind(model, optimizer)
 
     def _bind(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Build everything for the ranks and the shards of now."""
+        """Build everything for the present process group and shards."""
         arguments, curvature = self._arguments, self.curvature
         damping, guard, reduction = arguments["damping"], arguments["guard"], arguments["reduction"]
         gradients, accumulation, scaler = (arguments[name] for name in ("gradients", "accumulation", "scaler"))
@@ -215,7 +215,7 @@ class Preconditioner:
         )
         self._model, self._structure, self._communicator = model, structure, runtime
         self._capture, self._hooks = capture, Hooks(capture.forward, capture)
-        self._hooks.on_forward = WeakMethod(self._before_forward)
+        self._hooks.call_before_forward(self._before_forward)
         self._sampler = LabelSampler(seed=arguments["seed"], rank=runtime.rank, reduction=reductions.single or "mean")
         clip = Clip(optimizer, arguments.get("kl_clip", USUAL_BOUND))
         self._scaling, self._damping, self._clip = scaling, by_kind, clip
@@ -289,8 +289,8 @@ class Preconditioner:
         self._scheduler.rule.check(progress.step)
         damping = progress.damping = self._damping.value(progress.step)
         self._follow_model()
-        if self._membership is not None:
-            self._membership.follow()
+        if self.membership is not None:
+            self.membership.follow()
         # Torch's checkpoint loaders step before any forward pass.
         has_work = self._communicator.ranks > 1 or bool(self._capture.backwards) or progress.has_curvature
         if not (self.call_order.check() and has_work):

@@ -42,7 +42,7 @@ class Inspection:
         return self._looked or self._has_changed
 
     def restart(self, *, captures: bool) -> None:
-        """Start again, because the layers have changed; with the next step unless the hooks capture this one's."""
+        """Start again, because the layers have changed: in this step if the hooks capture it, else in the next."""
         self._looked, self._has_changed = False, not captures
 
     def look(self, groups: list[BlockGroup], sums: StatisticsBuffer, runtime: Communicator) -> None:
