@@ -26,7 +26,10 @@ def train(name: str, variant: str, lr: float, seed: int) -> float:
     """Train once; return the final validation loss."""
     task, steps, heads = TASKS[name]
     first, most, products = map(int, variant.split("-"))
-    rule = natgrad.DoublingInterval(most, least=first)
+
+    def rule(step: int) -> float:
+        return max(first, min(most, step / 2))
+
     refresh = natgrad.Refresh(factors=rule, inverses=rule, spread=8)
     build = open_questions.natural(head="adamw", heads=heads, refresh=refresh, steps=products)
     return open_questions.train(task, build, lr, steps, seed)["loss"]

@@ -108,9 +108,9 @@ def test_adamw_moves_the_last_layer_by_default(head):
 
 def test_refreshes_double_their_distance_up_to_the_interval_and_layers_take_turns():
     model = Network()
-    optimizer = natgrad.NaturalMuon(model, interval=12, head="spectral")
+    optimizer = natgrad.NaturalMuon(model, interval=6, head="spectral")
     refreshed, before = {}, {}
-    for step in range(40):
+    for step in range(26):
         train(model, optimizer, step, step + 1)
         for name, block in optimizer.preconditioner.state_dict()["blocks"].items():
             if name not in before or not torch.equal(block["root_G"], before[name]):
@@ -118,7 +118,7 @@ def test_refreshes_double_their_distance_up_to_the_interval_and_layers_take_turn
             before[name] = block["root_G"].clone()
     assert len(refreshed) == 6  # attention's queries, keys and values count apart
     for steps in refreshed.values():
-        spans = zip((0, 4, 8, 16, 28), (4, 8, 16, 28, 40), strict=True)
+        spans = zip((0, 1, 2, 4, 8, 14, 20), (1, 2, 4, 8, 14, 20, 26), strict=True)
         assert all(first <= step < after for step, (first, after) in zip(steps, spans, strict=True))
     assert len({steps[-1] for steps in refreshed.values()}) > 2
 

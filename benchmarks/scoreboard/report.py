@@ -33,7 +33,7 @@ VARIANTS = (
     "before. So twelve more forms were tried on eleven other tasks (`benchmarks/muon_factors.py`), and, after this "
     "board's seconds were known, nine intervals and numbers of Newton-Schulz steps (`benchmarks/muon_refresh.py`). The "
     "default now has whole factors of sides of at most 256 columns, diagonals of longer long sides, the channels' "
-    "factors of convolutions, three Polar Express steps, refreshes at steps 0, 4, 8, 16... and every 100, roots spread "
+    "factors of convolutions, four Polar Express steps, refreshes at steps 0, 1, 2, 4... and every 100, roots spread "
     "over steps, and bfloat16 for large matrices where the device is fast. How large was set by the time of products."
 )
 """How many variants of ours were tried. Whoever tries more changes this text."""

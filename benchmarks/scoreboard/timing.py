@@ -2,7 +2,7 @@
 
 A block holds whole cycles of refreshes of every method: 100 steps, the least common multiple of the intervals 2, 10,
 20, 25 and 100. Methods take the steps of a block in turns of a quarter, in an order drawn anew each round. Block after
-block the trainings go on, from their first steps: natural Muon refreshes at steps 0, 4, 8, 16, 32, 64 and 128,
+block the trainings go on, from their first steps: natural Muon refreshes at steps 0, 1, 2, 4... 64 and 128,
 Newton-Muon at 0, 1, 2, 4, 8, 16, 32 and 57, KL-Shampoo at each of the first five. Then all begin again. The
 cost of a block is the median over these repeats of its processor time over that of AdamW's block of the same rounds.
 The later steps of a run cost what the mean of the blocks after the first does.

@@ -57,7 +57,7 @@ class Spectral(Curvature):
         self,
         *,
         power: float = 0.25,
-        steps: int | None = 3,
+        steps: int | None = 4,
         momentum: float = 0.9,
         fisher: Literal["empirical", "sampled"] = "empirical",
         factor_decay: float = 0.6,

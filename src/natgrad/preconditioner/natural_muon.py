@@ -37,8 +37,6 @@ from natgrad.schedule import check_number, is_number
 
 # The steps over which the roots of a refresh are spread.
 _SPREAD = 8
-# The shortest interval between two refreshes. Refreshing at each of the first steps lowers no loss.
-_FIRST_INTERVAL = 4
 
 
 class NaturalMuon(PreconditionedOptimizer):
@@ -69,7 +67,7 @@ class NaturalMuon(PreconditionedOptimizer):
         damping: Damping = 1e-2,
         interval: int = 100,
         *,
-        steps: int | None = 3,
+        steps: int | None = 4,
         full_factors: bool = False,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -100,7 +98,7 @@ class NaturalMuon(PreconditionedOptimizer):
                 that group.
             power: p, the exponent of the inverse roots, in [0, 1]; 0 is Muon.
             damping: δ, relative to the mean eigenvalue of each factor: a number above 0, or a callable of the step.
-            interval: Steps between two refreshes of factors and roots. Early refreshes come at steps 0, 4, 8, 16, 32...
+            interval: Steps between two refreshes of factors and roots. Early refreshes come at steps 0, 1, 2, 4, 8...
                 (`natgrad.DoublingInterval`). The roots of the layers are computed in up to 8 steps from then on, some
                 in each, so that no step takes much longer than others.
             steps: Newton-Schulz steps of the polar factor (`natgrad.Spectral`).
@@ -170,7 +168,7 @@ class NaturalMuon(PreconditionedOptimizer):
         by_adamw = [name for name in every if curvature[str(_first_match(name, curvature))] is None]
         allowed = f"a model with other weight matrices than {', '.join(map(repr, by_adamw))}, which AdamW moves"
         require(len(by_adamw) < len(every), "model", type(model).__name__, allowed)
-        rule = DoublingInterval(interval, least=min(_FIRST_INTERVAL, interval))
+        rule = DoublingInterval(interval)
         preconditioner = Preconditioner(
             model,
             curvature,

@@ -160,27 +160,23 @@ class GrowingInterval:
 
 @dataclass(frozen=True)
 class DoublingInterval:
-    """Due at steps 0, 1, 2, 4, 8... times `least` until the interval is `most`: curvature changes fastest early on.
+    """Due at steps 0, 1, 2, 4, 8... until the interval is `most`, because curvature changes fastest early in training.
 
     Attributes:
         most: The longest interval, in steps.
-        least: The shortest interval.
 
     Raises:
-        ValueError: unless 1 <= `least` <= `most`.
+        ValueError: if it is below 1.
     """
 
     most: float
-    least: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("most", self.most, INTERVAL, minimum=1)
-        check_number("least", self.least, INTERVAL, minimum=1)
-        require(self.least <= self.most, "least", self.least, f"a number of steps <= most, {self.most}")
 
     def __call__(self, step: int) -> float:
         """Return the interval after `step` completed steps."""
-        return max(float(self.least), min(float(self.most), step / 2))
+        return max(1.0, min(float(self.most), step / 2))
 
 
 @dataclass(frozen=True)
