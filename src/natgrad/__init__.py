@@ -26,6 +26,7 @@ _HOMES = {
         "natgrad.layers": "DenseRows Layer register_layer Rows",
         "natgrad.linalg.precision": "Precision",
         "natgrad.preconditioner": "Preconditioner",
+        "natgrad.preconditioner.create": "create_optimizer",
         "natgrad.preconditioner.guard.guard": "Guard",
         "natgrad.preconditioner.natural_muon": "NaturalMuon",
         "natgrad.preconditioner.optimizer": "PreconditionedOptimizer",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from natgrad.layers import register_layer as register_layer
     from natgrad.linalg.precision import Precision as Precision
     from natgrad.preconditioner import Preconditioner as Preconditioner
+    from natgrad.preconditioner.create import create_optimizer as create_optimizer
     from natgrad.preconditioner.guard.guard import Guard as Guard
     from natgrad.preconditioner.natural_muon import NaturalMuon as NaturalMuon
     from natgrad.preconditioner.optimizer import PreconditionedOptimizer as PreconditionedOptimizer

@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from natgrad.capture.counts import Count
 from natgrad.capture.hooks import Hooks
 from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
@@ -86,6 +87,7 @@ class NaturalMuon(PreconditionedOptimizer):
         gradients: Literal["averaged", "reduce"] = "averaged",
         accumulation: Literal["mean", "sum"] = "mean",
         scaler: torch.amp.GradScaler | None = None,
+        clip_norm: float | None = None,
     ) -> None:
         """Attach hooks to the layers of `model`.
 
@@ -128,6 +130,7 @@ class NaturalMuon(PreconditionedOptimizer):
             gradients: "averaged", or "reduce": natgrad averages gradients itself.
             accumulation: With K backward passes per step, whether the loss is divided by K ("mean") or not ("sum").
             scaler: The ``GradScaler`` that scales the loss.
+            clip_norm: The largest norm of all gradients, which are scaled down to it before anything else. None: any.
 
         Raises:
             ValueError: if an argument is not allowed, or the model has no weight matrix for natural Muon. The model is
@@ -140,9 +143,9 @@ class NaturalMuon(PreconditionedOptimizer):
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
         lr, weight_decay, eps = _floats(lr=lr, weight_decay=weight_decay, eps=eps)
         check_number("interval", interval, "a number of steps >= 1", minimum=1)
-        fits = isinstance(betas, Sequence) and len(betas) == 2 and all(is_number(one) and 0 <= one < 1 for one in betas)
-        require(fits, "betas", betas, "two numbers in [0, 1)")
-        require_one_of("decay", decay, "all", "matrices")
+        _check_adamw(betas, decay)
+        allowed = "None with gradients='reduce': the norm of averaged gradients is known too late"
+        require(clip_norm is None or gradients == "averaged", "clip_norm", clip_norm, allowed)
         _check_patterns(head, heads, adamw, groups)
         root = unwrap(model)
         matrices = matrices_of(root)
@@ -192,12 +195,12 @@ class NaturalMuon(PreconditionedOptimizer):
                 preconditioner.detach()
             require(covered, "model", type(model).__name__, "a model with a weight matrix that is not too wide")
             others = [p for p in model.parameters() if p.requires_grad and id(p) not in covered]
-        undecayed = {id(p) for p in others} - _decayed(root) if decay == "matrices" else set()
+        undecayed = {id(p) for p in others} - decayed(root) if decay == "matrices" else set()
         parts = [[p for p in others if (id(p) in undecayed) == apart] for apart in (False, True)]
         update = _Update(list(covered.values()), *parts, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
         self._spectral = [one for one in curvature.values() if isinstance(one, Spectral) and one is not head]
         self._momentum, self._decay = float(momentum), decay
-        super().__init__(update, preconditioner)
+        super().__init__(update, preconditioner, clip_norm=clip_norm)
         self._read_momentum()
         self._coverage = preconditioner._structure.coverage
         # FSDP2's graphs have other parameters, and a frozen head is in no graph.
@@ -234,6 +237,11 @@ class NaturalMuon(PreconditionedOptimizer):
         super().add_param_group({**own, **param_group, "params": parameters, "spectral": kinds.pop()})
 
     @override
+    def _precondition(self, count: Count | None) -> None:
+        self._clip()
+        self.preconditioner.step(count)
+
+    @override
     def _read_groups(self) -> None:
         super()._read_groups()
         self._read_momentum()
@@ -263,7 +271,7 @@ class NaturalMuon(PreconditionedOptimizer):
         spectral = id(parameter) in self._matrices()
         groups = [group for group in self.param_groups if group["spectral"] == spectral]
         if self._decay == "matrices" and not spectral:
-            decays = id(parameter) in _decayed(self.preconditioner._structure.root)
+            decays = id(parameter) in decayed(self.preconditioner._structure.root)
             groups = groups[:1] if decays else groups[1:] or groups
         return next(iter(groups), None)
 
@@ -295,6 +303,13 @@ def _floats(**numbers: float) -> Iterator[float]:
         yield float(value)
 
 
+def _check_adamw(betas: object, decay: object) -> None:
+    """Check the options of what AdamW moves."""
+    fits = isinstance(betas, Sequence) and len(betas) == 2 and all(is_number(one) and 0 <= one < 1 for one in betas)
+    require(fits, "betas", betas, "two numbers in [0, 1)")
+    require_one_of("decay", decay, "all", "matrices")
+
+
 def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
     """Check which layers are moved by what."""
     fits = isinstance(head, Spectral) or (isinstance(head, str) and head in ("spectral", "adamw"))
@@ -307,7 +322,7 @@ def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
     require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
 
 
-def _decayed(model: nn.Module) -> set[int]:
+def decayed(model: nn.Module) -> set[int]:
     """Return the ids of the parameters with two or more dimensions that are no embeddings."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     return {id(parameter) for parameter in model.parameters() if parameter.ndim > 1} - tables

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from natgrad.capture.counts import Count
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.membership import Group, Membership
+from natgrad.schedule import check_number
 
 
 class PreconditionedOptimizer(Optimizer):
@@ -24,12 +26,19 @@ class PreconditionedOptimizer(Optimizer):
         preconditioner: The preconditioner.
         count: For token losses with masks, if the trainer cannot pass it to `step`: the number of positions on this
             rank that count since the last step (`natgrad.Preconditioner.step`). `step` and `zero_grad` reset it.
+        clip_norm: The largest norm of all gradients. None: any.
     """
 
     count: Count | None
 
-    def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner) -> None:
+    def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner, *, clip_norm: float | None = None) -> None:
         """Combine any optimizer with the preconditioner of the same model.
+
+        Args:
+            optimizer: The optimizer.
+            preconditioner: The preconditioner.
+            clip_norm: The largest norm of all gradients after preconditioning, to which they are scaled down. None:
+                any.
 
         Raises:
             ValueError: if either has a wrong type, or they belong to different models.
@@ -45,8 +54,11 @@ class PreconditionedOptimizer(Optimizer):
         covered = {id(parameter) for parameter in preconditioner.parameters()}
         fits = any(id(parameter) in covered for group in optimizer.param_groups for parameter in group["params"])
         require(fits or not covered, "optimizer", repr(optimizer), "one of the preconditioner's model")
-        self.optimizer, self.preconditioner, self.count = optimizer, preconditioner, None
+        if clip_norm is not None:
+            check_number("clip_norm", clip_norm, "a number above 0, or None", minimum=0, strict=True)
+        self.optimizer, self.preconditioner, self.count, self.clip_norm = optimizer, preconditioner, None, clip_norm
         self._warned_of_incomplete = False
+        self._consolidated: dict[str, Any] | None = None
         self._membership = preconditioner.membership or Membership(preconditioner._structure.root, optimizer)
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -108,12 +120,21 @@ class PreconditionedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._read_groups()
+        self._consolidated = None
         if not self._is_loaders_step():
-            self.preconditioner.step(self.count if count is None else count)
+            self._precondition(self.count if count is None else count)
             self.count = None
         self._regroup()
         self.optimizer.step()
         return loss
+
+    def _precondition(self, count: Count | None) -> None:
+        self.preconditioner.step(count)
+        self._clip()
+
+    def _clip(self) -> None:
+        if self.clip_norm is not None:
+            clip_grad_norm_([one for group in self.param_groups for one in group["params"]], self.clip_norm)
 
     def _read_groups(self) -> None:
         """Bring the groups and the model together, before the step."""
@@ -158,25 +179,37 @@ class PreconditionedOptimizer(Optimizer):
 
         Args:
             gather: Collect the curvature of all ranks (collective), so that one rank can save all of it. Otherwise the
-                state only contains the layers that this rank is a worker of.
+                state only contains the layers that this rank is a worker of, unless `consolidate_state_dict` has been
+                called since the last step.
 
         Warns:
             NatgradWarning: once, if this rank's state is incomplete.
         """
         self._read_groups()
-        plan = self.preconditioner.plan
-        if not gather and plan.columns > 1 and not self._warned_of_incomplete:
-            self._warned_of_incomplete = True
-            warnings.warn(
-                f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of this "
-                f"rank's layers only, and the file of one rank cannot resume all {plan.ranks}. Call "
-                "state_dict(gather=True) on every rank, or save preconditioner.state_dict(gather=True) beside it, or "
-                "have every rank save and load a file of its own. (torch.distributed.checkpoint takes the optimizer's "
-                "part alone, which is complete: save the preconditioner with it)",
-                NatgradWarning,
-                stacklevel=2,
-            )
-        return {**self.optimizer.state_dict(), "preconditioner": self.preconditioner.state_dict(gather=gather)}
+        plan, curvature = self.preconditioner.plan, self._consolidated
+        if curvature is None or gather:
+            curvature = self.preconditioner.state_dict(gather=gather)
+            if not gather and plan.columns > 1 and not self._warned_of_incomplete:
+                self._warned_of_incomplete = True
+                warnings.warn(
+                    f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of "
+                    f"this rank's layers only, and the file of one rank cannot resume all {plan.ranks}. Call "
+                    "consolidate_state_dict() on every rank before. Inside a trainer pass placement='comm-opt', or "
+                    "what docs/integrations.md has for this trainer. (torch.distributed.checkpoint takes the "
+                    "optimizer's part alone, which is complete: save the preconditioner with it)",
+                    NatgradWarning,
+                    stacklevel=2,
+                )
+        return {**self.optimizer.state_dict(), "preconditioner": curvature}
+
+    def consolidate_state_dict(self) -> None:
+        """Collect the curvature of all ranks (collective), so that the next `state_dict` of any rank is complete.
+
+        The collected state is kept until the next step. Lightning calls this method by itself, as that of
+        ``torch.distributed.optim.ZeroRedundancyOptimizer``. Where every rank holds all curvature, nothing is sent.
+        """
+        self._read_groups()
+        self._consolidated = self.preconditioner.state_dict(gather=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore both states. Without a "preconditioner" the preconditioner stays unchanged.

@@ -1,0 +1,42 @@
+"""For timm's training scripts: an optimizer from the arguments of ``timm.optim.create_optimizer_v2``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from natgrad.errors import require
+from natgrad.preconditioner.create import create_optimizer, resolve_name
+from natgrad.preconditioner.optimizer import PreconditionedOptimizer
+
+
+def create_optimizer_v2(
+    model: nn.Module,
+    opt: str = "natural-muon",
+    lr: float | None = None,
+    weight_decay: float = 0.0,
+    momentum: float = 0.9,
+    filter_bias_and_bn: bool = True,
+    **kwargs: Any,
+) -> PreconditionedOptimizer:
+    """Build natgrad's optimizer in the place of timm's. (timm's own ``opt="natural_muon"`` is its Muon.)
+
+    Args:
+        model: The model, not its parameters.
+        opt: The name of `natgrad.create_optimizer`.
+        lr: The learning rate.
+        weight_decay: The weight decay.
+        momentum: The momentum of natural Muon and of SGD.
+        filter_bias_and_bn: Whether biases, norms and embeddings are not decayed.
+        **kwargs: Other options of `natgrad.create_optimizer`.
+
+    Raises:
+        ValueError: as `natgrad.create_optimizer`; for the layer decay and parameter groups of timm.
+    """
+    for name in kwargs.keys() & {"layer_decay", "param_group_fn", "simple_layer_decay"}:
+        require(kwargs.pop(name) in (None, False), name, True, "left out: natgrad makes the parameter groups")
+    if resolve_name(opt)[0] in ("naturalmuon", "sgd"):
+        kwargs["momentum"] = momentum
+    decay: Any = "matrices" if filter_bias_and_bn else "all"
+    return create_optimizer(model, opt, lr=lr, weight_decay=weight_decay, decay=decay, **kwargs)

@@ -1,0 +1,130 @@
+"""For ``transformers.Trainer``: a factory of natgrad's optimizers, and a callback.
+
+Example:
+    >>> trainer = Trainer(
+    ...     model, args, train_dataset=data,
+    ...     optimizer_cls_and_kwargs=(OptimizerFactory, {"name": "natural-muon", "lr": 2e-2}),
+    ...     callbacks=[NatgradCallback()],
+    ... )
+"""
+
+from __future__ import annotations
+
+import warnings
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from natgrad.errors import NatgradError, NatgradWarning
+from natgrad.preconditioner.create import create_optimizer
+from natgrad.preconditioner.natural_muon import NaturalMuon
+from natgrad.preconditioner.optimizer import PreconditionedOptimizer
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError("natgrad.integrations.transformers needs transformers: pip install 'transformers>=5.2'") from error
+
+_SECONDS = ("seconds/capture", "seconds/reduce", "seconds/renew", "seconds/solve")
+
+
+class OptimizerFactory:
+    """Builds the optimizer of a ``Trainer``; pass the class (transformers 5.2 or newer).
+
+    Earlier versions take the optimizer itself: ``Trainer(..., optimizers=(natgrad.create_optimizer(model, ...), None))``.
+    """
+
+    def __call__(self, model: nn.Module, name: str = "natural-muon", **options: Any) -> PreconditionedOptimizer:
+        """Return `natgrad.create_optimizer` of the same arguments."""
+        return create_optimizer(model, name, **options)
+
+
+class NatgradCallback(TrainerCallback):
+    """Completes checkpoints of natgrad's optimizers, and logs their share of the time.
+
+    Where each rank holds the curvature of its own layers only, the ranks send it to each other before a save. Each log
+    has ``natgrad_overhead``, the share of the host's time since the last log that natgrad took.
+    """
+
+    def __init__(self) -> None:
+        self._optimizer: PreconditionedOptimizer | None = None
+        self._last = 0.0, 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the optimizer.
+
+        Warns:
+            NatgradWarning: if the trainer clips gradients before they are preconditioned.
+
+        Raises:
+            NatgradError: if the trainer has another optimizer.
+        """
+        self._optimizer = optimizer = unwrapped(kwargs["optimizer"])
+        self._last = self._seconds(), perf_counter()
+        if args.max_grad_norm > 0 and not isinstance(optimizer, NaturalMuon):
+            warnings.warn(
+                f"natgrad: the trainer clips gradients to {args.max_grad_norm:g} before they are preconditioned. Pass "
+                f"max_grad_norm=0 in the TrainingArguments, and clip_norm={args.max_grad_norm:g} to natgrad, to clip "
+                "what the optimizer gets",
+                NatgradWarning,
+                stacklevel=2,
+            )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Collect the curvature before a save."""
+        self._before_save(control.should_save)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Collect the curvature before a save."""
+        self._before_save(control.should_save)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Collect the curvature if this may turn out to be the best model, which is saved."""
+        self._before_save(str(args.save_strategy.value) == "best")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the share of the time that natgrad took."""
+        if logs is None or self._optimizer is None or "loss" not in logs:
+            return
+        seconds, now = self._seconds(), perf_counter()
+        share = (seconds - self._last[0]) / max(now - self._last[1], 1e-9)
+        self._last = seconds, now
+        for place in (logs, *state.log_history[-1:]):  # loggers that come later, and the trainer's own history
+            place["natgrad_overhead"] = share
+
+    def _before_save(self, saves: bool) -> None:
+        if saves and self._optimizer is not None and self._optimizer.preconditioner.plan.columns > 1:
+            self._optimizer.consolidate_state_dict()
+
+    def _seconds(self) -> float:
+        """Return the seconds that natgrad has taken so far."""
+        metrics = {} if self._optimizer is None else self._optimizer.preconditioner.metrics()
+        return sum(float(metrics.get(name, 0.0)) for name in _SECONDS)
+
+
+def unwrapped(optimizer: Optimizer | None) -> PreconditionedOptimizer:
+    """Return natgrad's optimizer inside Accelerate's wrapper.
+
+    Raises:
+        NatgradError: if it is another one.
+    """
+    inner = getattr(optimizer, "optimizer", None) if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
+    if isinstance(inner, PreconditionedOptimizer):
+        return inner
+    raise NatgradError(
+        f"the trainer's optimizer is {type(inner).__name__}, not one of natgrad's: pass "
+        "optimizer_cls_and_kwargs=(natgrad.integrations.transformers.OptimizerFactory, {...})"
+    )

@@ -1,0 +1,3 @@
+from tests.torchvision_operators import declare
+
+declare()

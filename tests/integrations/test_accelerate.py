@@ -1,0 +1,42 @@
+"""natgrad in a training loop of Accelerate."""
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from tests.integrations.accelerate_job import KFAC, MUON, trained
+from tests.integrations.launch import launch
+
+OPTIMIZERS = {"muon": MUON, "kfac": KFAC}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    return launch("accelerate_job", 2, tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+class TestTwoRanks:
+    @pytest.mark.parametrize("how", ["", " prepared first", " parts"])
+    def test_equal_one_process(self, on_two_ranks, name, placement, how):
+        expected = trained(OPTIMIZERS[name])
+        for found in on_two_ranks:
+            numbers = torch.tensor(found[f"{name} {placement}{how}"], dtype=torch.float64)
+            torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-8)
+
+    def test_resume_exactly(self, on_two_ranks, name, placement):
+        for found in on_two_ranks:
+            assert found[f"{name} {placement} resumed"] == found[f"{name} {placement}"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+class TestOneProcess:
+    def test_resumes_exactly(self, tmp_path, name):
+        whole = trained(OPTIMIZERS[name], folder=tmp_path)
+        assert trained(OPTIMIZERS[name], folder=tmp_path, resume=True).equal(whole)
+
+    def test_accumulation_equals_one_batch(self, name):
+        found, expected = trained(OPTIMIZERS[name], parts=2), trained(OPTIMIZERS[name])
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)

@@ -1,0 +1,76 @@
+"""Trains a tiny language model with ``transformers.Trainer``; also as a job of several ranks."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+from natgrad.integrations.transformers import NatgradCallback, OptimizerFactory
+
+VOCABULARY, LENGTH = 32, 8
+MUON = {"name": "natural-muon", "lr": 1e-2}
+KFAC = {"name": "sgd+kfac", "lr": 1e-2, "momentum": 0.9}
+
+
+def samples(count=96):
+    """Return token sequences; the first positions of the labels are masked, in each sequence another number."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
+    masked = torch.arange(LENGTH) < torch.randint(LENGTH - 2, (count, 1), generator=generator)
+    labels = tokens.masked_fill(masked, -100)
+    return [{"input_ids": one, "labels": other} for one, other in zip(tokens, labels, strict=True)]
+
+
+def model(dtype=torch.float64):
+    """Return a GPT-2 of two small layers."""
+    set_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return GPT2LMHeadModel(config).to(dtype)
+
+
+def trained(folder, optimizer, *, batch=4, steps=8, resume=None, callbacks=True, dtype=torch.float64, **arguments):
+    """Train; return the trainer."""
+    arguments = {"max_grad_norm": 0.0, "save_steps": 4, "logging_steps": 4, "report_to": [], **arguments}
+    if "RANK" in os.environ:
+        arguments["ddp_backend"] = "gloo"
+    trainer = Trainer(
+        model(dtype),
+        TrainingArguments(
+            str(folder), use_cpu=True, per_device_train_batch_size=batch, max_steps=steps, disable_tqdm=True, **arguments
+        ),
+        train_dataset=samples(),
+        optimizer_cls_and_kwargs=(OptimizerFactory, dict(optimizer)),
+        callbacks=[NatgradCallback()] if callbacks else [],
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+def weights(trainer):
+    """Return all weights in one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).double()
+
+
+def main(folder):
+    """Train with each optimizer and placement, resume, and write the weights and what differs after resuming."""
+    rank, found = int(os.environ["RANK"]), {}
+    for name, options in {"muon": MUON, "kfac": KFAC}.items():
+        for placement in ("comm-opt", "mem-opt"):
+            key, out = f"{name} {placement}", folder / f"{name}-{placement}"
+            whole = trained(out, {**options, "placement": placement})
+            again = trained(out, {**options, "placement": placement}, resume=out / "checkpoint-4")
+            found[key] = weights(whole).tolist()
+            found[f"{key} resumed"] = weights(again).tolist()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))
