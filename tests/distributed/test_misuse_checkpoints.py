@@ -70,20 +70,23 @@ def test_saving_one_ranks_layers_is_warned_of_once(ranks, placement):
         else:
             (message,) = first
             assert message.startswith(f"natgrad: under placement '{placement}' this state is incomplete")
-            assert "gather=True" in message
+            assert "consolidate_state_dict()" in message
 
 
-def exactly(placement):
+def exactly(placement, how):
     both = Both(placement)
     both.train(range(4))
-    other, told = both.resumed(placement, of_rank_0(both.optimizer.state_dict(gather=True)))
+    if how == "consolidate":  # as a trainer that saves on rank 0 alone
+        both.optimizer.consolidate_state_dict()
+    other, told = both.resumed(placement, of_rank_0(both.optimizer.state_dict(gather=how == "gather")))
     return told, both.train(range(4, 9)), other.train(range(4, 9))
 
 
 @pytest.mark.some(2)
+@pytest.mark.parametrize("how", ["gather", "consolidate"])
 @pytest.mark.parametrize("placement", OWNER_ONLY)
-def test_a_gathered_file_resumes_silently_and_exactly(ranks, placement):
-    for told, expected, found in ranks.run(2, exactly, placement):
+def test_a_gathered_file_resumes_silently_and_exactly(ranks, placement, how):
+    for told, expected, found in ranks.run(2, exactly, placement, how):
         assert not told
         assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
 

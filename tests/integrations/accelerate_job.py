@@ -7,7 +7,9 @@ import warnings
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn import functional
 
@@ -30,9 +32,28 @@ def samples():
     return inputs, torch.randint(4, (STEPS, WHOLE), generator=generator)
 
 
-def trained(options, *, parts=1, prepared_first=False, folder=None, resume=False, **arguments):
+def sharding():
+    """Return the plugin that shards each layer, and have Accelerate use it, which it does on GPUs alone."""
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+        state_dict_type="SHARDED_STATE_DICT",
+        cpu_offload=False,
+    )
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState().fsdp_plugin = plugin
+
+
+def trained(options, *, parts=1, prepared_first=False, folder=None, resume=False, shards=False, **arguments):
     """Train, in `parts` backward passes a step; save after half of the steps, or resume from there."""
+    AcceleratorState._reset_state()
+    if "RANK" in os.environ and PartialState._shared_state:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts, **arguments)
+    if shards:
+        sharding()
     network = model()
     if prepared_first:
         network = accelerator.prepare(network)
@@ -40,6 +61,8 @@ def trained(options, *, parts=1, prepared_first=False, folder=None, resume=False
     else:
         network, optimizer = accelerator.prepare(network, natgrad.create_optimizer(network, **options))
     accelerator.register_save_state_pre_hook(lambda *_: optimizer.optimizer.consolidate_state_dict())
+    if shards:  # torch's checkpoints of sharded optimizers have no curvature
+        accelerator.register_for_checkpointing(optimizer.optimizer.preconditioner)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)  # a prepared one steps once for each rank
     accelerator.register_for_checkpointing(schedule)
     if resume:
@@ -58,7 +81,8 @@ def trained(options, *, parts=1, prepared_first=False, folder=None, resume=False
         schedule.step()
         if folder is not None and not resume and step == STEPS // 2 - 1:
             accelerator.save_state(folder)
-    return torch.cat([one.detach().flatten() for one in accelerator.unwrap_model(network).parameters()]).double()
+    weights = [one.detach() for one in accelerator.unwrap_model(network).parameters()]
+    return torch.cat([(one.full_tensor() if shards else one).flatten() for one in weights]).double()
 
 
 def main(folder):
@@ -72,6 +96,9 @@ def main(folder):
             found[f"{key} resumed"] = trained(chosen, folder=out, resume=True).tolist()
             found[f"{key} prepared first"] = trained(chosen, prepared_first=True).tolist()
             found[f"{key} parts"] = trained(chosen, parts=2).tolist()
+            found[f"{key} sharded"] = trained(chosen, folder=out / "sharded", shards=True).tolist()
+            found[f"{key} sharded resumed"] = trained(chosen, folder=out / "sharded", shards=True, resume=True).tolist()
+            found[f"{key} sharded parts"] = trained(chosen, shards=True, parts=2).tolist()
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

@@ -18,7 +18,13 @@ def launch(job: str, ranks: int, folder: Path, *arguments: str) -> list[dict]:
     processes = []
     for rank in range(ranks):
         group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        group |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
+        group |= {
+            "TORCHELASTIC_RUN_ID": "test",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1,
+            "HF_HUB_OFFLINE": 1,
+        }
         environment = {**os.environ, **{name: str(value) for name, value in group.items()}}
         command = [sys.executable, "-m", f"tests.integrations.{job}", str(folder), *arguments]
         with (folder / f"rank-{rank}.log").open("w") as log:

@@ -19,16 +19,17 @@ def on_two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 class TestTwoRanks:
-    @pytest.mark.parametrize("how", ["", " prepared first", " parts"])
+    @pytest.mark.parametrize("how", ["", " prepared first", " parts", " sharded", " sharded parts"])
     def test_equal_one_process(self, on_two_ranks, name, placement, how):
         expected = trained(OPTIMIZERS[name])
         for found in on_two_ranks:
             numbers = torch.tensor(found[f"{name} {placement}{how}"], dtype=torch.float64)
             torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-8)
 
-    def test_resume_exactly(self, on_two_ranks, name, placement):
+    @pytest.mark.parametrize("how", ["", " sharded"])
+    def test_resume_exactly(self, on_two_ranks, name, placement, how):
         for found in on_two_ranks:
-            assert found[f"{name} {placement} resumed"] == found[f"{name} {placement}"]
+            assert found[f"{name} {placement}{how} resumed"] == found[f"{name} {placement}{how}"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

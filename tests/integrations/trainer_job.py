@@ -43,7 +43,12 @@ def trained(folder, optimizer, *, batch=4, steps=8, resume=None, callbacks=True,
     trainer = Trainer(
         model(dtype),
         TrainingArguments(
-            str(folder), use_cpu=True, per_device_train_batch_size=batch, max_steps=steps, disable_tqdm=True, **arguments
+            str(folder),
+            use_cpu=True,
+            per_device_train_batch_size=batch,
+            max_steps=steps,
+            disable_tqdm=True,
+            **arguments,
         ),
         train_dataset=samples(),
         optimizer_cls_and_kwargs=(OptimizerFactory, dict(optimizer)),

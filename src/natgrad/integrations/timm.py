@@ -20,7 +20,7 @@ def create_optimizer_v2(
     filter_bias_and_bn: bool = True,
     **kwargs: Any,
 ) -> PreconditionedOptimizer:
-    """Build natgrad's optimizer in the place of timm's. (timm's own ``opt="natural_muon"`` is its Muon.)
+    """Build natgrad's optimizer in the place of timm's, whose own "natural_muon" is another Muon.
 
     Args:
         model: The model, not its parameters.

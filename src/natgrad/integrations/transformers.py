@@ -25,23 +25,20 @@ from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
-    raise ImportError("natgrad.integrations.transformers needs transformers: pip install 'transformers>=5.2'") from error
+    raise ImportError("natgrad.integrations.transformers needs it: pip install 'transformers>=5.2'") from error
 
 _SECONDS = ("seconds/capture", "seconds/reduce", "seconds/renew", "seconds/solve")
 
 
 class OptimizerFactory:
-    """Builds the optimizer of a ``Trainer``; pass the class (transformers 5.2 or newer).
-
-    Earlier versions take the optimizer itself: ``Trainer(..., optimizers=(natgrad.create_optimizer(model, ...), None))``.
-    """
+    """Builds the optimizer of a ``Trainer``, which takes this class (transformers 5.2 or newer)."""
 
     def __call__(self, model: nn.Module, name: str = "natural-muon", **options: Any) -> PreconditionedOptimizer:
         """Return `natgrad.create_optimizer` of the same arguments."""
         return create_optimizer(model, name, **options)
 
 
-class NatgradCallback(TrainerCallback):
+class NatgradCallback(TrainerCallback):  # type: ignore[misc]
     """Completes checkpoints of natgrad's optimizers, and logs their share of the time.
 
     Where each rank holds the curvature of its own layers only, the ranks send it to each other before a save. Each log

@@ -57,8 +57,7 @@ class PreconditionedOptimizer(Optimizer):
         if clip_norm is not None:
             check_number("clip_norm", clip_norm, "a number above 0, or None", minimum=0, strict=True)
         self.optimizer, self.preconditioner, self.count, self.clip_norm = optimizer, preconditioner, None, clip_norm
-        self._warned_of_incomplete = False
-        self._consolidated: dict[str, Any] | None = None
+        self._warned_of_incomplete = self._lacks_curvature = False
         self._membership = preconditioner.membership or Membership(preconditioner._structure.root, optimizer)
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -120,13 +119,24 @@ class PreconditionedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._read_groups()
-        self._consolidated = None
         if not self._is_loaders_step():
+            self._warn_of_missing_curvature()
             self._precondition(self.count if count is None else count)
             self.count = None
         self._regroup()
         self.optimizer.step()
         return loss
+
+    def _warn_of_missing_curvature(self) -> None:
+        """Warn if the optimizer's state was loaded without the preconditioner's."""
+        if self._lacks_curvature and not self.preconditioner.has_curvature:
+            warnings.warn(
+                "natgrad: the loaded optimizer state came without the preconditioner's, whose curvature starts anew: "
+                "to resume it, save and load the preconditioner, too",
+                NatgradWarning,
+                stacklevel=3,
+            )
+        self._lacks_curvature = False
 
     def _precondition(self, count: Count | None) -> None:
         self.preconditioner.step(count)
@@ -186,38 +196,34 @@ class PreconditionedOptimizer(Optimizer):
             NatgradWarning: once, if this rank's state is incomplete.
         """
         self._read_groups()
-        plan, curvature = self.preconditioner.plan, self._consolidated
-        if curvature is None or gather:
-            curvature = self.preconditioner.state_dict(gather=gather)
-            if not gather and plan.columns > 1 and not self._warned_of_incomplete:
-                self._warned_of_incomplete = True
-                warnings.warn(
-                    f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of "
-                    f"this rank's layers only, and the file of one rank cannot resume all {plan.ranks}. Call "
-                    "consolidate_state_dict() on every rank before. Inside a trainer pass placement='comm-opt', or "
-                    "what docs/integrations.md has for this trainer. (torch.distributed.checkpoint takes the "
-                    "optimizer's part alone, which is complete: save the preconditioner with it)",
-                    NatgradWarning,
-                    stacklevel=2,
-                )
+        preconditioner = self.preconditioner
+        curvature, plan = preconditioner.state_dict(gather=gather), preconditioner.plan
+        if not (gather or preconditioner.is_consolidated or self._warned_of_incomplete) and plan.columns > 1:
+            self._warned_of_incomplete = True
+            warnings.warn(
+                f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of this "
+                f"rank's layers only, and the file of one rank cannot resume all {plan.ranks}. Call "
+                "consolidate_state_dict() on every rank before. Inside a trainer pass placement='comm-opt', or do what "
+                "docs/integrations.md says of this trainer. (torch.distributed.checkpoint takes the optimizer's part "
+                "alone, which is complete: save the preconditioner with it)",
+                NatgradWarning,
+                stacklevel=2,
+            )
         return {**self.optimizer.state_dict(), "preconditioner": curvature}
 
     def consolidate_state_dict(self) -> None:
-        """Collect the curvature of all ranks (collective), so that the next `state_dict` of any rank is complete.
+        """Collect the curvature of all ranks, as `Preconditioner.consolidate_state_dict`.
 
-        The collected state is kept until the next step. Lightning calls this method by itself, as that of
-        ``torch.distributed.optim.ZeroRedundancyOptimizer``. Where every rank holds all curvature, nothing is sent.
+        Lightning calls this method by itself, as that of ``torch.distributed.optim.ZeroRedundancyOptimizer``.
         """
         self._read_groups()
-        self._consolidated = self.preconditioner.state_dict(gather=True)
+        self.preconditioner.consolidate_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore both states. Without a "preconditioner" the preconditioner stays unchanged.
 
-        Call it on every rank.
-
-        Warns:
-            NatgradWarning: if the preconditioner's state is missing and it has no curvature yet.
+        Call it on every rank. The next step warns if the preconditioner's state is missing and has not been loaded by
+        itself either.
 
         Raises:
             ValueError: if either state has unknown entries or wrong shapes, as in the file of one rank if each layer
@@ -234,14 +240,8 @@ class PreconditionedOptimizer(Optimizer):
         inner = {key: value for key, value in state_dict.items() if key != "preconditioner"}
         if "preconditioner" in state_dict:
             self.preconditioner.load_state_dict(state_dict["preconditioner"])
-        elif not self.preconditioner.has_curvature:
-            warnings.warn(
-                "natgrad: this optimizer state comes without the preconditioner's, whose curvature starts anew; to "
-                "resume it, save and load the preconditioner too, before the optimizer",
-                NatgradWarning,
-                stacklevel=2,
-            )
         self.optimizer.load_state_dict(inner)
+        self._lacks_curvature = "preconditioner" not in state_dict
 
     def __reduce__(self) -> NoReturn:
         """Refuse to copy: the hooks of the copy would be those of the original."""

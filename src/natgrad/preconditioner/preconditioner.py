@@ -177,6 +177,7 @@ class Preconditioner:
         self.curvature = resolve_curvature(curvature)
         check_arguments(model, optimizer, {**self._arguments, "curvature": self.curvature})
         self._detached = self._has_stepped = False
+        self._consolidated: dict[str, Any] | None = None
         self.membership = None if optimizer is None else Membership(unwrap(model), optimizer)
         self._bind(model, optimizer)
 
@@ -283,7 +284,7 @@ class Preconditioner:
                 the background raised an error on any rank.
         """
         self._bind_again()
-        progress, self._has_stepped = self._progress, True
+        progress, self._has_stepped, self._consolidated = self._progress, True, None
         self._check_step(count)
         self._capture.audit.report()
         self._scheduler.rule.check(progress.step)
@@ -845,6 +846,8 @@ class Preconditioner:
         Returns:
             Nested dicts of numbers and tensors. Tensors whose size depends on the batch (rows) are in tuples.
         """
+        if self._consolidated is not None and not gather:
+            return self._consolidated
         self._background.fold(self._failures, alone=not gather)
         if gather:
             self._collect_refresh(at_once=True)
@@ -864,6 +867,18 @@ class Preconditioner:
             "watch": counted,
         }
 
+    def consolidate_state_dict(self) -> None:
+        """Collect the blocks of all ranks (collective), so that `state_dict` is complete on each until the next step.
+
+        For trainers that save the state of one rank. The collected state stays in memory until then.
+        """
+        self._consolidated = self.state_dict(gather=True)
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether `consolidate_state_dict` has been called since the last step."""
+        return self._consolidated is not None
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned, possibly on another number of ranks. Call it on every rank.
 
@@ -872,6 +887,7 @@ class Preconditioner:
                 another kind of dtype, naming layer and tensor. Nothing has been changed then. All ranks that are given
                 the same state raise it.
         """
+        self._consolidated = None
         self._bind_again()
         self._follow_model()
         progress, groups, decisions = self._progress, self._structure.groups, self._structure.decisions

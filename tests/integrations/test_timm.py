@@ -1,0 +1,59 @@
+"""natgrad with timm's models, scheduler and average of weights."""
+
+import pytest
+import torch
+
+pytest.importorskip("timm")
+
+import timm
+
+from natgrad.integrations.timm import create_optimizer_v2
+from tests.integrations.launch import launch
+from tests.integrations.timm_job import KFAC, MUON, trained
+
+OPTIMIZERS = {"muon": MUON, "kfac": KFAC}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    return launch("timm_job", 2, tmp_path_factory.mktemp("timm"))
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+class TestTwoRanks:
+    def test_equal_one_process(self, on_two_ranks, name, placement):
+        expected, _, _ = trained(OPTIMIZERS[name])
+        for found in on_two_ranks:
+            numbers = torch.tensor(found[f"{name} {placement}"], dtype=torch.float64)
+            torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-8)
+
+    def test_resume_exactly(self, on_two_ranks, name, placement):
+        assert all(found[f"{name} {placement} resumed"] for found in on_two_ranks)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+class TestOneProcess:
+    def test_resumes_exactly(self, name):
+        whole, average, _ = trained(OPTIMIZERS[name])
+        again, other, _ = trained(OPTIMIZERS[name], state=trained(OPTIMIZERS[name], stop=3)[2])
+        assert again.equal(whole)
+        assert other.equal(average)
+
+    def test_accumulation_equals_one_batch(self, name):
+        found, expected = trained(OPTIMIZERS[name], parts=2)[0], trained(OPTIMIZERS[name])[0]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_biases_and_norms_are_not_decayed():
+    model = timm.create_model("test_vit", num_classes=4)
+    optimizer = create_optimizer_v2(model, "natural-muon", lr=1e-2, weight_decay=0.05)
+    decayed = {id(one) for group in optimizer.param_groups if group["weight_decay"] for one in group["params"]}
+    names = {name for name, one in model.named_parameters() if id(one) in decayed}
+    assert "blocks.0.mlp.fc1.weight" in names
+    assert not any(name.endswith("bias") or "norm" in name for name in names)
+
+
+def test_layer_decay_is_refused():
+    with pytest.raises(ValueError, match=r"layer_decay=True is not allowed: layer_decay must be left out"):
+        create_optimizer_v2(timm.create_model("test_vit"), "natural-muon", layer_decay=0.7)
