@@ -35,7 +35,7 @@ class Bert(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(7, 4)
-        self.position = nn.Parameter(torch.randn(5, 4))
+        self.position = nn.Parameter(torch.randn(4))
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.pooler = nn.Linear(4, 4)
         self.transform, self.decoder = nn.Linear(4, 4), nn.Linear(4, 7)
@@ -104,6 +104,13 @@ class Seq2Seq(nn.Module):
         return self.generator(self.decoder(self.cross(x, memory, memory)[0]).tanh())
 
 
+class Cosine(nn.Linear):
+    """A head that no layer type covers."""
+
+    def forward(self, x):
+        return F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1))
+
+
 def images():
     return torch.randn(4, 2, 6, 6)
 
@@ -131,6 +138,11 @@ RIGHT = {
     "encoder and decoder": (partial(Seq2Seq, first=False), lambda: torch.randn(5, 2, 4), ["generator"]),
     "perceptron": (
         lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)),
+        rows,
+        ["4"],
+    ),
+    "not covered": (
+        lambda: nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), Cosine(20, 1)),
         rows,
         ["4"],
     ),

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from natgrad.capture.counts import Count
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
+from natgrad.preconditioner.explanation import Explanation
 from natgrad.preconditioner.membership import Group, Membership
 
 
@@ -209,6 +211,19 @@ class PreconditionedOptimizer(Optimizer):
                 stacklevel=2,
             )
         self.optimizer.load_state_dict(inner)
+
+    def explain(self, full: bool = False) -> Explanation:
+        """Return what `natgrad.Preconditioner.explain` does, with the optimizer that moves what is left out."""
+        return self.preconditioner._explain(full, mover=self._mover)
+
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Return the numbers of `natgrad.Preconditioner.metrics`."""
+        return self.preconditioner.metrics()
+
+    @property
+    def _mover(self) -> str:
+        """What moves the parameters without curvature."""
+        return type(self.optimizer).__name__
 
     def __reduce__(self) -> NoReturn:
         """Refuse to copy: the hooks of the copy would be those of the original."""
