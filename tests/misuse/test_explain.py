@@ -119,9 +119,9 @@ def test_the_summary_is_short_and_complete(monkeypatch, columns):
 
 
 def test_many_curvatures_and_reasons_are_joined():
-    model = nn.ModuleDict({f"layer{n}": nn.Linear(n, 1) for n in range(2, 22)})
+    model = nn.ModuleDict({f"layer{n}": nn.Linear(n, 1) for n in range(2, 32)})
     curvature = {f"layer{n}": natgrad.HyLo(n / 50) for n in range(2, 12)}
-    curvature |= {f"layer{n}": natgrad.HyLo(n / 50) if n % 2 else None for n in range(12, 22)}
+    curvature |= {f"layer{n}": natgrad.HyLo(n / 50) if n % 2 else None for n in range(12, 32)}
     text = str(natgrad.Preconditioner(model, curvature).explain())
     assert len(text.splitlines()) <= 25
     assert "other curvatures" in text

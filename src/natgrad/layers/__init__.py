@@ -22,6 +22,7 @@ from natgrad.layers.base import (
 from natgrad.layers.cells import CELLS, cell_layers
 from natgrad.layers.convolution import ConvolutionLayer
 from natgrad.layers.embedding import embedding_layers
+from natgrad.layers.experts import expert_layers, has_experts
 from natgrad.layers.linear import Conv1DLayer, LinearLayer, conv1d_of
 from natgrad.layers.norm import NORMS, norm_layers
 from natgrad.layers.recognition import form_of, has_one_weight
@@ -105,6 +106,8 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
     base = _base(module)
     if isinstance(module, nn.RNNBase) and base not in _REGISTERED:
         return f"the fused kernel of nn.{module.mode.partition('_')[0]} hides its gates: use cells, such as nn.LSTMCell"
+    if base is None and has_experts(module):
+        return expert_layers(name, module)
     if base is None and not has_one_weight(module):
         return f"no layer type covers {type(module).__name__}"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
@@ -148,7 +151,7 @@ def reason_for(module: nn.Module, leaf: str) -> str:
 
 def is_known(module: nn.Module) -> bool:
     """Return whether a layer type may exist for `module`."""
-    return _base(module) is not None or has_one_weight(module)
+    return _base(module) is not None or has_one_weight(module) or has_experts(module)
 
 
 def _base(module: nn.Module) -> type[nn.Module] | None:

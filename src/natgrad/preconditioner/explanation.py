@@ -271,7 +271,11 @@ def _module(row: Row) -> str:
 
 def _largest(shares: list[tuple[Row, float]]) -> list[tuple[str, float]]:
     """Return the names of the two layers with the largest shares, repeated ones in one, and their shares."""
-    sizes = collapse({_module(row) or row.parameter: share for row, share in shares})
+    modules: dict[str, float] = {}
+    for row, share in shares:
+        name = _module(row) or row.parameter
+        modules[name] = modules.get(name, 0.0) + share
+    sizes = collapse(modules)
     return sorted(sizes.items(), key=lambda each: -each[1])[:2]
 
 
