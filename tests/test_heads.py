@@ -99,9 +99,11 @@ class Seq2Seq(nn.Module):
         for name, module in parts.items():
             self.add_module(name, module)
 
-    def forward(self, x):
-        memory = self.encoder(x).tanh()
+    def decode(self, x, memory):
         return self.generator(self.decoder(self.cross(x, memory, memory)[0]).tanh())
+
+    def forward(self, x):
+        return self.decode(x, self.encoder(x).tanh())
 
 
 class Cosine(nn.Linear):
@@ -109,6 +111,15 @@ class Cosine(nn.Linear):
 
     def forward(self, x):
         return F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1))
+
+
+class HiddenStates(Seq2Seq):
+    """Returns the encoder's output too, as transformers' T5."""
+
+    def forward(self, x):
+        memory = self.encoder(x).tanh()
+        logits = self.decode(x, memory)
+        return {"loss": logits.square().mean(), "logits": logits, "memory": memory}
 
 
 def images():
@@ -136,6 +147,7 @@ RIGHT = {
     "GPT, tied": (partial(Decoder, "tied"), tokens, ["head"]),
     "GPT, untied": (partial(Decoder, "untied"), tokens, ["head"]),
     "encoder and decoder": (partial(Seq2Seq, first=False), lambda: torch.randn(5, 2, 4), ["generator"]),
+    "hidden states": (partial(HiddenStates, first=False), lambda: torch.randn(5, 2, 4), ["generator"]),
     "perceptron": (
         lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)),
         rows,

@@ -458,6 +458,9 @@ def warn_of_other_heads(outputs: Any, matrices: Mapping[str, Place], chosen: Seq
         if parameter.ndim > 1
     }
     leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    # Outputs from which others are computed, such as hidden states, but not logits beside their loss.
+    inner = _below([leaf.grad_fn for leaf in leaves if leaf.ndim])
+    leaves = [leaf for leaf in leaves if leaf.grad_fn not in inner]
     heads = list(dict.fromkeys(name for leaf in leaves if (name := _first_matrix(leaf.grad_fn, names)) is not None))
     if heads and set(heads) != set(chosen):
         warnings.warn(
@@ -466,6 +469,16 @@ def warn_of_other_heads(outputs: Any, matrices: Mapping[str, Place], chosen: Seq
             NatgradWarning,
             stacklevel=2,
         )
+
+
+def _below(nodes: Sequence[Node | None]) -> set[Node]:
+    """Return the nodes of the graph from which these are computed."""
+    pending, seen = [node for node in nodes if node is not None], set[Node]()
+    while pending:
+        following = {inner for inner, _ in pending.pop().next_functions if inner is not None} - seen
+        seen |= following
+        pending += following
+    return seen
 
 
 def _first_matrix(node: Node | None, names: Mapping[int, str]) -> str | None:
