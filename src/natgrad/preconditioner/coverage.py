@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from natgrad.curvature import Curvature
 from natgrad.curvature.unitwise import for_norms
 from natgrad.errors import NatgradWarning
-from natgrad.layers import Layer, is_known, layers_for, qualified, reason_for
+from natgrad.layers import Layer, is_known, is_trained, layers_for, qualified, reason_for
 from natgrad.layers.embedding import EmbeddingLayer
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -179,8 +179,8 @@ def _find(place: Place, curvature: Curvature | Mapping[str, Curvature | None]) -
 
 
 def _is_other_table(place: Place, choice: Curvature) -> bool:
-    """Return whether a module is an embedding and the curvature is not for embeddings."""
-    if not isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) or is_lazy(place.module.weight):
+    """Return whether a module is a trained embedding and the curvature is not for embeddings."""
+    if not isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) or not is_trained(place.module, "weight"):
         return False
     return isinstance(choice.variant_for(EmbeddingLayer(place.name, place.module)), str)
 

@@ -149,8 +149,6 @@ class Explanation(Printed):
 
 # The rows of the summary for covered parameters and for others, and the characters of curvatures or reasons, and names.
 _COVERED_ROWS, _LEFT_ROWS, _WORDS, _CHARACTERS = 5, 4, 56, 48
-
-
 _COLUMNS: dict[str, Literal["left", "right"]] = {"elements": "right", "preconditioned by": "left", "which": "left"}
 
 
@@ -257,7 +255,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def shortened(names: list[str]) -> str:
     """Return the first names and the number of the others."""
-    count = len(names)
+    count = min(len(names), _CHARACTERS)
     while count > 1 and len(", ".join(names[:count])) > _CHARACTERS:
         count -= 1
     rest = len(names) - count
