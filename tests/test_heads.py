@@ -35,7 +35,7 @@ class Bert(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(7, 4)
-        self.position = nn.Parameter(torch.randn(5, 4))
+        self.position = nn.Parameter(torch.randn(4))
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.pooler = nn.Linear(4, 4)
         self.transform, self.decoder = nn.Linear(4, 4), nn.Linear(4, 7)
@@ -99,9 +99,27 @@ class Seq2Seq(nn.Module):
         for name, module in parts.items():
             self.add_module(name, module)
 
+    def decode(self, x, memory):
+        return self.generator(self.decoder(self.cross(x, memory, memory)[0]).tanh())
+
+    def forward(self, x):
+        return self.decode(x, self.encoder(x).tanh())
+
+
+class Cosine(nn.Linear):
+    """A head that no layer type covers."""
+
+    def forward(self, x):
+        return F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1))
+
+
+class HiddenStates(Seq2Seq):
+    """Returns the encoder's output too, as transformers' T5."""
+
     def forward(self, x):
         memory = self.encoder(x).tanh()
-        return self.generator(self.decoder(self.cross(x, memory, memory)[0]).tanh())
+        logits = self.decode(x, memory)
+        return {"loss": logits.square().mean(), "logits": logits, "memory": memory}
 
 
 def images():
@@ -129,8 +147,14 @@ RIGHT = {
     "GPT, tied": (partial(Decoder, "tied"), tokens, ["head"]),
     "GPT, untied": (partial(Decoder, "untied"), tokens, ["head"]),
     "encoder and decoder": (partial(Seq2Seq, first=False), lambda: torch.randn(5, 2, 4), ["generator"]),
+    "hidden states": (partial(HiddenStates, first=False), lambda: torch.randn(5, 2, 4), ["generator"]),
     "perceptron": (
         lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)),
+        rows,
+        ["4"],
+    ),
+    "not covered": (
+        lambda: nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), Cosine(20, 1)),
         rows,
         ["4"],
     ),

@@ -139,6 +139,7 @@ def test_gradients_may_vanish(head):
     assert not optimizer.preconditioner.metrics()["skipped_gradients"]
 
 
+@pytest.mark.filterwarnings("ignore:natgrad has curvature for")
 def test_adamw_moves_parameters_and_gradients_of_any_strides():
     """AdamW's fused step reads elements in the order of memory."""
     torch.manual_seed(0)

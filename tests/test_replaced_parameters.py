@@ -94,7 +94,7 @@ REPLACED = (assign, materialise, resize_the_table, widen, adapt, replace)
 HIDDEN = (prune_a_weight, normalise_a_weight)
 
 
-@pytest.mark.filterwarnings("ignore:natgrad. the model has changed")
+@pytest.mark.filterwarnings("ignore:natgrad. the model has changed", "ignore:natgrad has curvature for")
 @pytest.mark.parametrize("build", [natural_muon, kfac])
 @pytest.mark.parametrize("change", [*REPLACED, *HIDDEN])
 def test_before_the_first_step_it_is_as_if_the_optimizer_was_built_afterwards(change, build):

@@ -21,7 +21,7 @@ from natgrad.capture.capture import viewed
 from natgrad.capture.forward import count_samples
 from natgrad.capture.restoring import RandomState, restored
 from natgrad.errors import NatgradError, require
-from natgrad.layers import Handle, Layer, layers_for, remove_all
+from natgrad.layers import Handle, Layer, first_argument, layers_for, remove_all
 from natgrad.linalg import triangle
 from natgrad.linalg.device import accelerators, full_products
 from natgrad.schedule import check_number, check_whole, is_number
@@ -269,7 +269,7 @@ def _observe(
     layer: Layer, sums: _Sums, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> None:
     """Add a use of a layer to its sums when the gradient of its output arrives, as a forward hook."""
-    inputs, shape = (args[0] if args else kwargs["input"]).detach(), output.shape
+    inputs, shape = first_argument(args, kwargs).detach(), output.shape
 
     def take(gradient: Tensor) -> None:
         if not torch.is_grad_enabled():  # otherwise a derivative inside the model, not of the loss

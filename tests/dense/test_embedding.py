@@ -100,6 +100,7 @@ def test_token_means_with_a_mask():
     assert torch.allclose(model.table.weight.grad, expected(W, A, G), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:natgrad has curvature for")
 @pytest.mark.parametrize(
     ("module", "word"),
     [

@@ -64,10 +64,11 @@ class Zoo(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
 
+@pytest.mark.filterwarnings("ignore:natgrad has curvature for")
 def test_explain_accounts_for_every_parameter(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")  # narrower tables fold names
     model = Zoo()
-    explanation = natgrad.Preconditioner(model, {"skipped": None, "*": natgrad.KFAC()}).explain()
+    explanation = natgrad.Preconditioner(model, {"skipped": None, "*": natgrad.KFAC()}).explain(full=True)
     text = str(explanation)
     for name, _ in model.named_parameters(remove_duplicate=False):
         assert name in text or name == "tied_too.weight", name
@@ -180,6 +181,7 @@ def test_gradients_that_no_hook_saw_are_reported_once():
     step()
 
 
+@pytest.mark.filterwarnings("ignore:natgrad has curvature for")
 def test_a_parametrised_layer_is_left_alone():
     """Spectral norm iterates whenever its weight is read."""
     model, (x, y) = network(), data()

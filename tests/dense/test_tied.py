@@ -213,3 +213,39 @@ def test_explain_shows_a_tied_weight_once_under_its_first_name():
     assert rows["heads.0.bias"].owners is None
     rows = natgrad.Preconditioner(model, natgrad.KFAC(max_factor_size=V - 1)).explain().rows
     assert "G diagonal" in rows[0].curvature
+
+
+class Head(nn.Module):
+    """As in transformers' BERT: the bias of its decoder is registered twice."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.decoder = nn.Linear(D, V)
+        self.decoder.weight = table.weight
+        self.bias = self.decoder.bias
+
+    def forward(self, x):
+        return self.decoder(x)
+
+
+def test_a_bias_that_is_registered_twice():
+    torch.manual_seed(0)
+    gradients, ids = [], torch.randint(V, (3, LENGTH))
+    table = nn.Embedding(V, D).double()
+    for head in (Head(table).double(), nn.Linear(D, V).double()):
+        if not gradients:
+            bias = head.bias.detach().clone()
+        else:
+            head.weight, head.bias = table.weight, nn.Parameter(bias)
+        model = nn.Sequential(table, head)
+        preconditioner = natgrad.Preconditioner(model, damping=0.3)
+        explanation = preconditioner.explain()
+        assert explanation.covered == 1.0
+        assert [row.parameter for row in explanation.rows] == [name for name, _ in model.named_parameters()]
+        model.zero_grad()
+        (total_loss(model(ids), 3) / 3).backward()
+        preconditioner.step()
+        preconditioner.detach()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert dense.relative_error(one, other) < 1e-9

@@ -201,6 +201,24 @@ _add(
     ("layers.norm:LayerNormLayer._normalise", "F.layer_norm(inputs, shape,", "F.rms_norm(inputs, shape,"),
 )
 _add(
+    "norm_before_activation",
+    "The output gradient of a norm with an activation is that behind the activation.",
+    "layers/test_recognition.py::test_a_module_that_computes_the_same_is_preconditioned_in_the_same_way",
+    ("layers.norm:NormLayer.observe_calls", "self.activation is None", "True"),
+)
+_add(
+    "recognised_in_evaluation",
+    "A module counts as a layer of torch if it computes the same in evaluation mode.",
+    "layers/test_recognition.py::test_a_module_that_computes_something_else_is_left_to_the_optimizer",
+    ("layers.recognition:_agrees", "(True, False)", "(False,)"),
+)
+_add(
+    "experts_apart",
+    "All slices of a parameter are taken for the first expert.",
+    "layers/test_experts.py::test_each_slice_is_a_layer",
+    ("layers.experts:ExpertsForward._linear", "weight.storage_offset() // weight.numel()", "0"),
+)
+_add(
     "batch_norm_mode",
     "In evaluation mode a batch norm's input is normalised by the batch, not by the running statistics.",
     "dense/test_norm.py::test_the_mode_of_the_forward_counts",

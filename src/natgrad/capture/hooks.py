@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from natgrad.capture import compiled
 from natgrad.capture.forward import NO_BATCH, ForwardPasses
-from natgrad.layers import Handle, Layer, remove_all
+from natgrad.layers import Handle, Layer, first_argument, remove_all
 
 
 class Receiver(Protocol):
@@ -130,7 +130,7 @@ class LayerHook(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Report a use, as a forward hook."""
-        self.observe(args[0] if args else kwargs["input" if "input" in kwargs else "x"], output)
+        self.observe(first_argument(args, kwargs), output)
         if self.hooks is None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return None
         # F.linear returns a view if samples have positions, and an in-place operation would drop its hook. Without such

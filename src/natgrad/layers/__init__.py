@@ -8,12 +8,24 @@ from torch import nn
 
 from natgrad.errors import require
 from natgrad.layers.attention import attention_layers, output_layers
-from natgrad.layers.base import CallObserver, Handle, Layer, Maker, Slot, is_trained, qualified, remove_all
+from natgrad.layers.base import (
+    CallObserver,
+    Handle,
+    Layer,
+    Maker,
+    Slot,
+    first_argument,
+    is_trained,
+    qualified,
+    remove_all,
+)
 from natgrad.layers.cells import CELLS, cell_layers
 from natgrad.layers.convolution import ConvolutionLayer
 from natgrad.layers.embedding import embedding_layers
+from natgrad.layers.experts import expert_layers, has_experts
 from natgrad.layers.linear import Conv1DLayer, LinearLayer, conv1d_of
 from natgrad.layers.norm import NORMS, norm_layers
+from natgrad.layers.recognition import form_of, has_one_weight
 from natgrad.layers.rows import DenseRows, Rows
 from natgrad.layers.transposed import TransposedConvolutionLayer
 
@@ -25,6 +37,7 @@ __all__ = [
     "LinearLayer",
     "Rows",
     "Slot",
+    "first_argument",
     "is_known",
     "is_trained",
     "layers_for",
@@ -93,11 +106,13 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
     base = _base(module)
     if isinstance(module, nn.RNNBase) and base not in _REGISTERED:
         return f"the fused kernel of nn.{module.mode.partition('_')[0]} hides its gates: use cells, such as nn.LSTMCell"
-    if base is None:
+    if base is None and has_experts(module):
+        return expert_layers(name, module)
+    if base is None and not has_one_weight(module):
         return f"no layer type covers {type(module).__name__}"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its sizes are unknown before the first forward (lazy module)"
-    registered = _REGISTERED.get(base)
+    registered = None if base is None else _REGISTERED.get(base)
     weight = "weight" if registered is None else registered.weight_name
     leaves = next((leaves for base, leaves in _LEAVES.items() if isinstance(module, base)), (weight,))
     if "parametrizations" in module._modules or any(leaf not in module._parameters for leaf in leaves):
@@ -109,14 +124,23 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
         return "frozen"
     if any(parameter.numel() == 0 for parameter in parameters):
         return "a parameter of it has no elements"
-    if base not in _FORWARD_CHECKED and _differs(type(module), base):
-        # For example, convolutions that standardise their weights, or norms that permute dimensions.
-        return f"its forward is not that of {base.__name__}"
+    if base is None or (base not in _FORWARD_CHECKED and _differs(type(module), base)):
+        return _recognised(name, module, base)
     if registered is not None:
         return [registered(name, module)]
     if isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module:
         return output_layers(name, module, parent)
     return _MAKERS[base](name, module) if base in _MAKERS else [Conv1DLayer(name, module)]
+
+
+def _recognised(name: str, module: nn.Module, base: type[nn.Module] | None) -> Sequence[Layer] | str:
+    """Return the layers of a module with a forward of its own, if it computes what a class in torch does."""
+    form = form_of(module, base)
+    if form is None:
+        # For example, convolutions that standardise their weights.
+        kind = type(module).__name__
+        return f"no layer type covers {kind}" if base is None else f"its forward is not that of {base.__name__}"
+    return norm_layers(name, module, form) if form.base in NORMS else _MAKERS[form.base](name, module)
 
 
 def reason_for(module: nn.Module, leaf: str) -> str:
@@ -126,8 +150,8 @@ def reason_for(module: nn.Module, leaf: str) -> str:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return whether a layer type exists for `module`."""
-    return _base(module) is not None
+    """Return whether a layer type may exist for `module`."""
+    return _base(module) is not None or has_one_weight(module) or has_experts(module)
 
 
 def _base(module: nn.Module) -> type[nn.Module] | None:

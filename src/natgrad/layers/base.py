@@ -35,7 +35,7 @@ class CallObserver(Protocol):
         """Whether it takes the uses of the layer in this step."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Take a use, as a forward hook. The inputs are the first argument, or the keyword "input" or "x"."""
+        """Take a use, as a forward hook. The inputs are those of `first_argument`."""
 
     def observe(self, inputs: Tensor, output: Tensor) -> None:
         """Take a use that is not a call of a module's forward."""
@@ -239,6 +239,13 @@ def is_trained(module: nn.Module, leaf: str) -> bool:
     # Not by attribute access, because computed parameters may change their state (spectral norm).
     parameter = module._parameters.get(leaf)
     return parameter is not None and parameter.requires_grad and not is_lazy(parameter)
+
+
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the inputs of a call: the first argument, or the keyword "input" or "x" or, without them, the first."""
+    if args:
+        return args[0]
+    return next(kwargs[name] for name in ("input", "x", *kwargs) if name in kwargs)
 
 
 def qualified(name: str, leaf: str) -> str:

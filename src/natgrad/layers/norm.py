@@ -1,6 +1,7 @@
 """Norm layers, ``y = weight · x̂ + bias`` in each channel: batch, layer, RMS, group and instance norm.
 
-The normalised input x̂ is never kept: the gradient hook recomputes it from the module's input.
+The normalised input x̂ is never kept: the gradient hook recomputes it from the module's input. Norms of other libraries
+are treated as those of torch that compute the same (`natgrad.layers.recognition`).
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from natgrad.layers.base import Layer
+from natgrad.layers.base import CallObserver, Handle, Layer, first_argument
+from natgrad.layers.recognition import Form
 from natgrad.layers.rows import CoefficientRows, DenseRows, Rows
 from natgrad.linalg.device import on_host
 
@@ -23,9 +26,28 @@ _MANY = 128
 
 
 class NormLayer(Layer):
-    """One block ``[C, i]``: the weights of C channels in its first column, their biases in its last."""
+    """One block ``[C, i]``: the weights of C channels in its first column, their biases in its last.
+
+    Attributes:
+        activation: The first submodule that the module applies to the result. None: it applies none.
+    """
 
     form = "elementwise"
+
+    def __init__(self, name: str, module: nn.Module, found: Form) -> None:
+        """Read the sizes of a module that computes what was `found`."""
+        super().__init__(name, module)
+        self.activation = next(module.children()) if found.is_followed else None
+
+    @override
+    def observe_calls(self, observer: CallObserver) -> list[Handle]:
+        if self.activation is None:
+            return super().observe_calls(observer)
+        call = _CallBeforeActivation(observer)
+        return [
+            self.module.register_forward_pre_hook(call.begin, with_kwargs=True),
+            self.activation.register_forward_pre_hook(call.end),
+        ]
 
     @override
     def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
@@ -61,20 +83,47 @@ class NormLayer(Layer):
         """Return values shaped like the inputs as rows, views where possible."""
 
 
+class _CallBeforeActivation:
+    """Reports the inputs of a norm and what its activation is applied to."""
+
+    def __init__(self, observer: CallObserver) -> None:
+        self._observer = observer
+        self._inputs: Tensor | None = None
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the inputs of the norm, as a forward pre-hook."""
+        self._inputs = first_argument(args, kwargs)
+
+    def end(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Report a use, as a forward pre-hook of the activation."""
+        inputs, self._inputs = self._inputs, None
+        if inputs is not None:
+            self._observer.observe(inputs, args[0])
+
+
 class LayerNormLayer(NormLayer):
     """``nn.LayerNorm`` and ``nn.RMSNorm``: the last dimensions are channels, those before them positions."""
 
-    module: nn.LayerNorm | nn.RMSNorm
+    def __init__(self, name: str, module: nn.Module, found: Form) -> None:
+        super().__init__(name, module, found)
+        self._eps, self._is_centred = found.eps, found.base is nn.LayerNorm
+
+    @property
+    def _shape(self) -> list[int]:
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        return list(weight.shape)
 
     def batched(self, inputs: Tensor) -> bool:
         """Return whether the input is more than a single sample of the normalised shape."""
-        return inputs.ndim > len(self.module.normalized_shape)
+        return inputs.ndim > len(self._shape)
 
     def _normalise(self, inputs: Tensor) -> Tensor:
-        shape = list(self.module.normalized_shape)
-        if isinstance(self.module, nn.RMSNorm):
-            return F.rms_norm(inputs, shape, eps=self.module.eps)
-        return F.layer_norm(inputs, shape, eps=self.module.eps)
+        shape = self._shape
+        if not self._is_centred:
+            return F.rms_norm(inputs, shape, eps=self._eps)
+        assert self._eps is not None
+        return F.layer_norm(inputs, shape, eps=self._eps)
 
     def _arrange(self, values: Tensor, samples: int) -> Rows:
         return DenseRows(values.reshape(1, samples, -1, self.outputs))
@@ -90,6 +139,13 @@ class ChannelNormLayer(NormLayer):
     def _arrange(self, values: Tensor, samples: int) -> Rows:
         maps = values if self.batched(values) else values[None]
         return DenseRows(maps.reshape(*maps.shape[:2], -1).mT.reshape(1, samples, -1, self.outputs))
+
+
+class ChannelLayerNormLayer(ChannelNormLayer, LayerNormLayer):
+    """A layer or RMS norm over the second dimension, such as timm's ``LayerNorm2d``."""
+
+    def _normalise(self, inputs: Tensor) -> Tensor:
+        return super()._normalise(inputs.movedim(1, -1)).movedim(-1, 1)
 
 
 class GroupNormLayer(ChannelNormLayer):
@@ -167,11 +223,14 @@ _LAYERS: dict[type[nn.Module], type[NormLayer] | str] = {
 NORMS = tuple(_LAYERS)
 
 
-def norm_layers(name: str, module: nn.Module) -> Sequence[Layer] | str:
-    """Return the layer of a norm module, or the reason why there is none."""
-    layer = next(layer for base, layer in _LAYERS.items() if isinstance(module, base))
+def norm_layers(name: str, module: nn.Module, found: Form | None = None) -> Sequence[Layer] | str:
+    """Return the layer of a norm module, or the reason why there is none; `found`: what it computes, if not torch's."""
+    if found is None:
+        base = next(base for base in _LAYERS if isinstance(module, base))
+        found = Form(base, eps=getattr(module, "eps", None))
+    layer = _LAYERS[found.base]
     if isinstance(layer, str):
         return layer
     if module._parameters["weight"] is None:
         return "it has no weight"
-    return [layer(name, module)]
+    return [ChannelLayerNormLayer(name, module, found) if found.channels_first else layer(name, module, found)]

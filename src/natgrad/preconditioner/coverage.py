@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -14,18 +15,30 @@ from torch.nn.parameter import is_lazy
 from natgrad.curvature import Curvature
 from natgrad.curvature.unitwise import for_norms
 from natgrad.errors import NatgradWarning
-from natgrad.layers import Layer, is_known, layers_for, qualified, reason_for
+from natgrad.layers import Layer, is_known, is_trained, layers_for, qualified, reason_for
+from natgrad.layers.embedding import EmbeddingLayer
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+# The share of the elements of weight matrices below which there is a warning, and how many parameters it names.
+_ENOUGH, _NAMED = 0.95, 3
 
 
 @dataclass(frozen=True)
 class Left:
-    """A parameter that is left to the optimizer, and the reason."""
+    """A parameter that is left to the optimizer.
+
+    Attributes:
+        parameter: Its qualified name.
+        shape: Its shape.
+        reason: Why it is left.
+        is_intended: Whether the user or the curvature decided so: by a pattern, by freezing, or because the curvature
+            is for other layers.
+    """
 
     parameter: str
     shape: tuple[int, ...]
     reason: str
+    is_intended: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,25 +143,30 @@ def _left_out(found: list[_Found], covered: list[tuple[Layer, Curvature]]) -> li
                 reason = "frozen"
             shape = () if is_lazy(parameter) else tuple(parameter.shape)
             label = qualified(entry.place.name, leaf)
-            left.append(Left(label, shape, reason or "no layer type covers this parameter"))
+            intended = entry.is_intended or not parameter.requires_grad
+            left.append(Left(label, shape, reason or "no layer type covers this parameter", intended))
     return left
 
 
 @dataclass
 class _Found:
-    """A module with parameters: its layers and the curvature chosen for them, or the reason why there are none."""
+    """A module with parameters: its layers and the curvature chosen for them, or the reason why there are none.
+
+    `is_intended`: whether it has none because of a pattern, or because the curvature is for other layers.
+    """
 
     place: Place
     layers: Sequence[Layer]
     choice: Curvature | None
     reason: str
     known: bool
+    is_intended: bool = False
 
 
 def _find(place: Place, curvature: Curvature | Mapping[str, Curvature | None]) -> _Found:
     choice, reason = _choose(place.name, curvature)
     if choice is None:
-        return _Found(place, [], None, reason, known=False)
+        return _Found(place, [], None, reason, known=False, is_intended=True)
     made = layers_for(place.name, place.module, place.parent)
     layers, reason = ([], made) if isinstance(made, str) else (made, "")
     if not choice.covers_bias:
@@ -157,7 +175,14 @@ def _find(place: Place, curvature: Curvature | Mapping[str, Curvature | None]) -
         for layer in layers:
             if layer.bias and layer.form == "matrix":
                 layer.leave_bias()
-    return _Found(place, layers, choice, reason, is_known(place.module))
+    return _Found(place, layers, choice, reason, is_known(place.module), is_intended=_is_other_table(place, choice))
+
+
+def _is_other_table(place: Place, choice: Curvature) -> bool:
+    """Return whether a module is a trained embedding and the curvature is not for embeddings."""
+    if not isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) or not is_trained(place.module, "weight"):
+        return False
+    return isinstance(choice.variant_for(EmbeddingLayer(place.name, place.module)), str)
 
 
 def _claims(found: list[_Found]) -> list[list[tuple[_Found, Layer]]]:
@@ -174,11 +199,14 @@ def _claims(found: list[_Found]) -> list[list[tuple[_Found, Layer]]]:
 
 
 def _join(
-    claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]], norms: dict[int, Curvature]
+    claims: list[tuple[_Found, Layer]], users: Mapping[int, dict[str, str]], norms: dict[int, Curvature]
 ) -> tuple[Layer, Curvature] | str:
     """Return one layer with its curvature for layers that share parameters, or why that is impossible.
 
-    `norms`: by the ``id`` of a curvature, that of the norm layers beside it; extended here.
+    Args:
+        claims: The layers and their modules.
+        users: By the ``id`` of a parameter, its qualified name in each module that has it, by the module's name.
+        norms: By the ``id`` of a curvature, that of the norm layers beside it; extended here.
     """
     layers = [layer for _, layer in claims]
     names = _listed(entry.place.name for entry, _ in claims)
@@ -186,28 +214,34 @@ def _join(
     if primary is None:
         return f"shared by {names}, which differ in kind or in their other parameters"
     for slot in primary.slots:
-        beyond = users[id(slot.parameter)] - {entry.place.name for entry, _ in claims}
+        beyond = users[id(slot.parameter)].keys() - {entry.place.name for entry, _ in claims}
+        if slot.leaf == primary.bias_name:
+            beyond -= {name for name in beyond if any(_contains(name, entry.place.name) for entry, _ in claims)}
         if beyond:
             return f"shared with {_listed(sorted(beyond))}, which is left out"
     choice, *others = {id(entry.choice): entry.choice for entry, _ in claims}.values()
     assert choice is not None
     if others:
         return f"shared by {names}, whose curvatures differ"
-    first = {slot.identity: slot.name for layer in reversed(layers) for slot in layer.slots}
-    primary.slots = [replace(slot, name=first[slot.identity]) for slot in primary.slots]
+    primary.slots = [replace(slot, name=next(iter(users[id(slot.parameter)].values()))) for slot in primary.slots]
     primary.adopt([layer for layer in layers if layer is not primary])
     fitted = choice.variant_for(primary)
     if fitted is None:
         fitted = norms.setdefault(id(choice), for_norms(choice))
-    return fitted if isinstance(fitted, str) else (primary, fitted)
+    if isinstance(fitted, str):
+        for entry, _ in claims:
+            entry.is_intended = True
+        return fitted
+    return primary, fitted
 
 
 def _cover(found: list[_Found]) -> list[tuple[Layer, Curvature]]:
     """Return one layer with its curvature for each group of tied ones. The other modules get a reason."""
-    users: dict[int, set[str]] = {}
+    users: dict[int, dict[str, str]] = {}
     for entry in found:
-        for parameter in _parameters_of(entry.place.module):
-            users.setdefault(id(parameter), set()).add(entry.place.name)
+        for leaf, parameter in entry.place.module._parameters.items():
+            if parameter is not None:
+                users.setdefault(id(parameter), {}).setdefault(entry.place.name, qualified(entry.place.name, leaf))
     covered, norms = [], dict[int, Curvature]()
     for claims in _claims(found):
         joined = _join(claims, users, norms)
@@ -217,6 +251,11 @@ def _cover(found: list[_Found]) -> list[tuple[Layer, Curvature]]:
         else:
             covered.append(joined)
     return covered
+
+
+def _contains(name: str, inner: str) -> bool:
+    """Return whether a module contains another, and so may keep its bias under a name of its own, as BERT's head."""
+    return inner != name and inner.startswith(qualified(name, ""))
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -235,6 +274,29 @@ def warn_of_idle(model: nn.Module, curvature: Curvature | Mapping[str, Curvature
         uncovered = "no layer of the model is covered" + (" while its weights are frozen" if frozen else "")
         what = f"the patterns {idle} decide for no module" if idle else uncovered
         warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=4)
+
+
+def warn_of_uncovered(coverage: Coverage) -> None:
+    """Warn if few elements of weight matrices are covered, apart from those that are left out on purpose."""
+    slots = {slot.identity: slot for layer, _ in coverage.layers for slot in layer.slots}
+    covered = sum(prod(slot.shape) for slot in slots.values() if _is_matrix(slot.shape))
+    left = [one for one in coverage.left if _is_matrix(one.shape) and not one.is_intended]
+    left.sort(key=lambda one: prod(one.shape), reverse=True)
+    share = covered / max(1, covered + sum(prod(one.shape) for one in left))
+    if not (coverage.layers and left) or share >= _ENOUGH:
+        return
+    largest = ", ".join(f"{one.parameter} ({one.reason})" for one in left[:_NAMED])
+    warnings.warn(
+        f"natgrad has curvature for {share:.0%} of the elements of weight matrices. The optimizer moves the others "
+        f"without it, the largest of which are {largest}. See explain(). A pattern with None says that it is intended",
+        NatgradWarning,
+        stacklevel=4,
+    )
+
+
+def _is_matrix(shape: tuple[int, ...]) -> bool:
+    """Return whether two or more dimensions are longer than 1."""
+    return sum(size > 1 for size in shape) > 1
 
 
 def warn_of_lost(before: Iterable[str], coverage: Coverage) -> None:

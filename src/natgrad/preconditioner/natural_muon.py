@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parameter import is_lazy
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -48,7 +49,7 @@ class NaturalMuon(PreconditionedOptimizer):
     the size of Adam's, so that one learning rate suits both.
 
     ``param_groups[0]`` holds the matrices, ``param_groups[1]`` the other parameters, frozen ones included: they train
-    once they are thawed. ``explain()`` of the attribute `preconditioner` shows which is which, and why.
+    once they are thawed. ``explain()`` shows which is which, and why.
 
     Example:
         >>> optimizer = natgrad.NaturalMuon(model, lr=2e-2)
@@ -148,9 +149,9 @@ class NaturalMuon(PreconditionedOptimizer):
         require(clip_norm is None or gradients == "averaged", "clip_norm", clip_norm, allowed)
         _check_patterns(head, heads, adamw, groups)
         root = unwrap(model)
-        matrices = matrices_of(root)
+        trained = matrices_of(root, covered=False)
         with unfrozen(root):
-            every = matrices_of(root)
+            every, candidates = matrices_of(root), matrices_of(root, covered=False)
         require(every, "model", type(model).__name__, "a model with linear layers or convolutions")
 
         require(dtype in ("auto", None, torch.bfloat16), "dtype", dtype, "'auto', None or torch.bfloat16")
@@ -162,9 +163,10 @@ class NaturalMuon(PreconditionedOptimizer):
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if head != "spectral":
             moved_by = head if isinstance(head, Spectral) else None
-            left = [name for name in every if _first_match(name, adamw) is not None]
-            likely = [name for name in [likely_head(root, _beside_trained(every))] if name not in left]
-            _add(curvature, dict.fromkeys(map(escape, likely) if heads is None else heads, moved_by))
+            likely = [likely_head(root, _beside_trained(candidates))]
+            likely = [name for name in likely if _first_match(name, adamw) is None]
+            found = [escape(name) for name in likely if name in every]
+            _add(curvature, dict.fromkeys(found if heads is None else heads, moved_by))
         _add(curvature, {pattern: spectral(groups=count) for pattern, count in (groups or {}).items()})
         if any(_first_match(name, curvature) is None for name in every):
             _add(curvature, {"*": spectral()})
@@ -204,11 +206,16 @@ class NaturalMuon(PreconditionedOptimizer):
         self._read_momentum()
         self._coverage = preconditioner._structure.coverage
         # FSDP2's graphs have other parameters, and a frozen head is in no graph.
-        if head != "spectral" and heads is None and find_mesh(model) is None and matrices.keys() >= set(likely):
-            _compare_heads(preconditioner._hooks, matrices, likely)
+        if head != "spectral" and heads is None and find_mesh(model) is None and trained.keys() >= set(likely):
+            _compare_heads(preconditioner._hooks, trained, likely)
 
     def __repr__(self) -> str:
         return f"NaturalMuon({self.optimizer!r})"
+
+    @property
+    @override
+    def _mover(self) -> str:
+        return "AdamW"
 
     def _matrices(self) -> set[int]:
         """Return the ids of all parameters that natural Muon moves, also those that are frozen."""
@@ -424,14 +431,27 @@ def _first_match(name: str, patterns: Iterable[str]) -> str | None:
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
-def matrices_of(model: nn.Module) -> dict[str, Place]:
-    """Return the places of modules with a trained weight matrix by name, in the order of ``model.named_modules()``."""
+def matrices_of(model: nn.Module, *, covered: bool = True) -> dict[str, Place]:
+    """Return the places of modules with a trained weight matrix by name, in the order of ``model.named_modules()``.
+
+    Without `covered` these include modules that no layer type covers, if they have no submodules.
+    """
     found = {}
     for place in places(model):
-        layers = layers_for(place.name, place.module, place.parent) if place.module._parameters else ""
-        if not isinstance(layers, str) and any(layer.form == "matrix" and layer.weight for layer in layers):
+        module = place.module
+        layers = layers_for(place.name, module, place.parent) if module._parameters else []
+        if isinstance(layers, str):
+            is_leaf = not module._modules and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            if not covered and is_leaf and any(p.ndim > 1 for p in _trained_parameters(module)):
+                found[place.name] = place
+        elif any(layer.form == "matrix" and layer.weight for layer in layers):
             found[place.name] = place
     return found
+
+
+def _trained_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Return the module's own trained parameters, except lazy ones."""
+    return (p for p in module.parameters(recurse=False) if p.requires_grad and not is_lazy(p))
 
 
 def likely_head(model: nn.Module, matrices: Mapping[str, Place]) -> str:
@@ -453,6 +473,9 @@ def warn_of_other_heads(outputs: Any, matrices: Mapping[str, Place], chosen: Seq
         if parameter.ndim > 1
     }
     leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    # Outputs from which others are computed, such as hidden states, but not logits beside their loss.
+    inner = _below([leaf.grad_fn for leaf in leaves if leaf.ndim])
+    leaves = [leaf for leaf in leaves if leaf.grad_fn not in inner]
     heads = list(dict.fromkeys(name for leaf in leaves if (name := _first_matrix(leaf.grad_fn, names)) is not None))
     if heads and set(heads) != set(chosen):
         warnings.warn(
@@ -461,6 +484,16 @@ def warn_of_other_heads(outputs: Any, matrices: Mapping[str, Place], chosen: Seq
             NatgradWarning,
             stacklevel=2,
         )
+
+
+def _below(nodes: Sequence[Node | None]) -> set[Node]:
+    """Return the nodes of the graph from which these are computed."""
+    pending, seen = [node for node in nodes if node is not None], set[Node]()
+    while pending:
+        following = {inner for inner, _ in pending.pop().next_functions if inner is not None} - seen
+        seen |= following
+        pending += following
+    return seen
 
 
 def _first_matrix(node: Node | None, names: Mapping[int, str]) -> str | None:

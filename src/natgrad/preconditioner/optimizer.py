@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from natgrad.capture.counts import Count
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
+from natgrad.preconditioner.explanation import Explanation
 from natgrad.preconditioner.membership import Group, Membership
 from natgrad.schedule import check_number
 
@@ -242,6 +244,19 @@ class PreconditionedOptimizer(Optimizer):
             self.preconditioner.load_state_dict(state_dict["preconditioner"])
         self.optimizer.load_state_dict(inner)
         self._lacks_curvature = "preconditioner" not in state_dict
+
+    def explain(self, full: bool = False) -> Explanation:
+        """Return what `natgrad.Preconditioner.explain` does, with the optimizer that moves what is left out."""
+        return self.preconditioner._explain(full, mover=self._mover)
+
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Return the numbers of `natgrad.Preconditioner.metrics`."""
+        return self.preconditioner.metrics()
+
+    @property
+    def _mover(self) -> str:
+        """What moves the parameters without curvature."""
+        return type(self.optimizer).__name__
 
     def __reduce__(self) -> NoReturn:
         """Refuse to copy: the hooks of the copy would be those of the original."""

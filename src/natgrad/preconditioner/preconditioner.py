@@ -35,7 +35,7 @@ from natgrad.preconditioner.arguments import (
     warn_of_missing_process_group,
 )
 from natgrad.preconditioner.call_order import CallOrder
-from natgrad.preconditioner.coverage import warn_of_idle, warn_of_lost
+from natgrad.preconditioner.coverage import warn_of_idle, warn_of_lost, warn_of_uncovered
 from natgrad.preconditioner.explanation import Explanation, describe_damping, explain
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
@@ -224,6 +224,7 @@ class Preconditioner:
         self._failures, self._inspection = FailureCounters(Guard() if guard is None else guard), Inspection()
         self._progress, self._epochs, self._compared = StepCounters(), EpochState(), False
         warn_of_idle(root, curvature, structure.coverage)
+        warn_of_uncovered(structure.coverage)
         reductions.warn_of_idle(names)
         # Last, because the user may turn the warning into an error.
         check_reduction(model, runtime, gradients)
@@ -720,11 +721,18 @@ class Preconditioner:
         """
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._communicator.traffic()}
 
-    def explain(self) -> Explanation:
-        """Return a table: each parameter's curvature, ranks and cost, or why it is left to the optimizer.
+    def explain(self, full: bool = False) -> Explanation:
+        """Return a summary: what preconditions which layers, what is left to the optimizer and why, and the cost.
 
-        The table also shows what has been preconditioned so far. Synchronizes with the device.
+        It also shows what has been preconditioned so far. Synchronizes with the device.
+
+        Args:
+            full: Return a table of all parameters instead: curvature, ranks and cost of each, or why it is left out.
         """
+        return self._explain(full, mover="the optimizer")
+
+    def _explain(self, full: bool, *, mover: str) -> Explanation:
+        """Return what `explain` does; `mover` moves the parameters that are left out."""
         structure, reductions, damping = self._structure, self._scaling.reductions, self._damping.damping
         notes = [
             self._clip.describe(),
@@ -732,7 +740,9 @@ class Preconditioner:
             "" if callable(damping) else describe_damping(damping, structure.groups),
             reductions.explain(),
         ]
-        return explain(structure, reductions, self._failures, self._inspection, "; ".join(filter(None, notes)))
+        note, rule = "; ".join(filter(None, notes)), repr(self._scheduler.rule)
+        known = (structure, reductions, self._failures, self._inspection)
+        return explain(*known, note, full=full, refresh=rule, mover=mover)
 
     @property
     def plan(self) -> Plan[str]:
