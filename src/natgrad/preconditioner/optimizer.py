@@ -22,11 +22,7 @@ class PreconditionedOptimizer(Optimizer):
     Attributes:
         optimizer: The inner optimizer.
         preconditioner: The preconditioner.
-        count: For token losses with masks, if the trainer cannot pass it to `step`: the number of positions on this
-            rank that count since the last step (`natgrad.Preconditioner.step`). `step` and `zero_grad` reset it.
     """
-
-    count: Count | None
 
     def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner) -> None:
         """Combine any optimizer with the preconditioner of the same model.
@@ -45,7 +41,8 @@ class PreconditionedOptimizer(Optimizer):
         covered = {id(parameter) for parameter in preconditioner.parameters()}
         fits = any(id(parameter) in covered for group in optimizer.param_groups for parameter in group["params"])
         require(fits or not covered, "optimizer", repr(optimizer), "one of the preconditioner's model")
-        self.optimizer, self.preconditioner, self.count = optimizer, preconditioner, None
+        self.optimizer, self.preconditioner = optimizer, preconditioner
+        self._count: Count | None = None
         self._warned_of_incomplete = False
         self._membership = preconditioner.membership or Membership(preconditioner._structure.root, optimizer)
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -84,6 +81,25 @@ class PreconditionedOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
+    @property
+    def count(self) -> Count | None:
+        """The count of `natgrad.Preconditioner.step` for token losses with masks, if the trainer cannot pass it.
+
+        "auto" stays. A number is that of the positions on this rank that count since the last step; `step` and
+        `zero_grad` reset it.
+        """
+        return self._count
+
+    @count.setter
+    def count(self, count: Count | None) -> None:
+        if "auto" in (count, self._count):
+            self.preconditioner._expect_count(count)
+        self._count = count
+
+    def _reset_count(self) -> None:
+        """Reset the count, unless it is "auto"."""
+        self.count = "auto" if self._count == "auto" else None
+
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -110,7 +126,7 @@ class PreconditionedOptimizer(Optimizer):
         self._read_groups()
         if not self._is_loaders_step():
             self.preconditioner.step(self.count if count is None else count)
-            self.count = None
+            self._reset_count()
         self._regroup()
         self.optimizer.step()
         return loss
@@ -143,7 +159,7 @@ class PreconditionedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget the statistics of their backward passes."""
-        self.count = None
+        self._reset_count()
         self.preconditioner._capture.discard()
         self.optimizer.zero_grad(set_to_none)
 
