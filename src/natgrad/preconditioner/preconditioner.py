@@ -319,7 +319,7 @@ class Preconditioner:
             self._update_averages(shares)
         if due and (progress.last_factors is not None or self._structure.gathered):
             self._refresh(shares, damping, due)
-        elif not due and self._scheduler.is_spread(progress) and not self._refreshes_in_background:
+        elif not (due or self._refreshes_in_background):
             self._continue_refresh(damping)
 
         with progress.phase("solve", self._communicator):
@@ -485,7 +485,7 @@ class Preconditioner:
         with progress.phase("renew", self._communicator):
             rows_updated = self._refresh_rows(shares, damping)  # first, so that `observed` includes these layers
             usable = self._inspection.usable(
-                structure.groups, observed(structure.groups), captured=self._captured_everything()
+                structure.groups, observed(structure.groups), self._failures, captured=self._captured_everything()
             )
             keys = usable
             if progress.last_inverses is not None and not self._refreshes_in_background:
@@ -512,13 +512,18 @@ class Preconditioner:
                 progress.record_inverses(due)
 
     def _continue_refresh(self, damping: float) -> None:
-        """Decompose the layers that the last refresh has left for this step."""
+        """Decompose the layers that the last refresh has left for this step, or whose statistics were not finite."""
         progress, structure = self._progress, self._structure
-        assert progress.last_inverses is not None
+        is_spread, retried = self._scheduler.is_spread(progress), self._inspection.not_finite
+        if not (is_spread or (retried and self._capture.wanted)):
+            return
         with progress.phase("renew", self._communicator):
-            seen = observed(structure.groups)
-            usable = self._inspection.usable(structure.groups, seen, captured=self._captured_everything())
-            keys = self._layers_at(usable, progress.last_inverses)
+            seen, captured = observed(structure.groups), self._captured_everything()
+            usable = self._inspection.usable(structure.groups, seen, self._failures, captured=captured)
+            keys = usable & retried
+            if is_spread:
+                assert progress.last_inverses is not None
+                keys |= self._layers_at(usable, progress.last_inverses)
             work = structure.groups, structure.plan, self._communicator, keys, damping
             run_tasks(*work, self._failures, structure.precision.wire)
 
