@@ -29,6 +29,7 @@ from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction
 from natgrad.preconditioner.arguments import (
     check_arguments,
+    check_dense,
     check_joined,
     resolve_group,
     unwrap,
@@ -192,6 +193,8 @@ class Preconditioner:
         chosen = default_damping(curvature) if damping is None else damping
         by_kind = chosen if isinstance(chosen, ByKind) else ByKind(chosen)
         runtime = Communicator(resolve_group(model, arguments["process_group"], arguments["mesh"]))
+        if gradients == "reduce" and runtime.ranks > 1:
+            check_dense(root, "model", type(root).__name__, "gradients='reduce'")
         structure = Structure(
             root,
             curvature,
