@@ -219,6 +219,7 @@ class Capture:
 
         ``.grad`` does not change.
         """
+        self._discard_returned()
         self._has_sampled = self._sampling = True
         try:
             differentiate_to(outputs, score.to(outputs.dtype), self._target_edges)
@@ -330,6 +331,11 @@ class Capture:
         taken = destination(slot.parameter) if begins else ""
         if begins and not taken:
             return  # gradients by the model's inputs only (attacks, saliency maps)
+        if begins and self.backwards and self.fills != (taken == "grad"):
+            # Where a pass writes into .grad, gradients that others return to the caller are no part of it.
+            if self.fills:
+                return
+            self._discard_returned()
         started = perf_counter()
         inputs, first = use.inputs, use.first_task(task)
         self._settle(use, first, gradient)
@@ -391,6 +397,11 @@ class Capture:
         if collects:
             with full_products(gradient.device):
                 self._observe(use, task, samples, known, inputs.source, gradient)
+
+    def _discard_returned(self) -> None:
+        """Discard earlier passes that returned their gradients to the caller, if labels were not sampled since."""
+        if self.backwards and not self.fills and not self._has_sampled:
+            self.discard()
 
     def _discard_cleared_passes(self) -> None:
         self.discard_cleared_passes(
