@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.distributed.jobs import place
+from tests.distributed.test_host_waits import Reads
 
 VOCABULARY = 5
 LENGTHS = ((6, 4), (9, 3))
@@ -93,3 +94,25 @@ def alone(count):
 
 def test_all_ranks_count_alike(ranks):
     ranks.run(2, alone, "auto")
+
+
+def read_in_steps(gradients):
+    """The places that read in each step, of which only the first one decomposes anything."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, VOCABULARY)).double()
+    called = DistributedDataParallel(model) if gradients == "averaged" else model
+    preconditioner = natgrad.Preconditioner(called, reduction="tokens", refresh=9, gradients=gradients)
+    found = []
+    for step in range(5):
+        model.zero_grad()
+        for x, y in batches(step)[place()[0]]:
+            cross_entropy(called(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
+        with Reads() as reads:
+            preconditioner.step(count="auto")
+        found.append(reads.waits())
+    return found
+
+
+@pytest.mark.parametrize("gradients", ["averaged", "reduce"])
+def test_no_step_waits_for_the_number(ranks, gradients):
+    for found in ranks.run(2, read_in_steps, gradients):
+        assert found[1:] == [[]] * 4
