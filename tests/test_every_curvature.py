@@ -190,3 +190,22 @@ def test_a_layer_that_is_used_twice(make):
         preconditioner.step()
         optimizer.step()
     assert losses[-1] < losses[0]
+
+
+@every
+def test_a_model_may_change_its_dtype(make):
+    """From float32 to float64 within a training: averages and results are float64 from then on."""
+    training, other = Training(make, dtype=torch.float32), Training(make, dtype=torch.float64)
+    for step in range(4):
+        for each, dtype in ((training, torch.float32), (other, torch.float64)):
+            if step == 2:
+                each.model.double()
+            x, y = batch(step)
+            each.step((x.to(dtype if step < 2 else torch.float64), y))
+    blocks = training.preconditioner.state_dict()["blocks"]
+    assert {leaf.dtype for leaf in tree_leaves(blocks) if isinstance(leaf, torch.Tensor)} == {
+        leaf.dtype
+        for leaf in tree_leaves(other.preconditioner.state_dict()["blocks"])
+        if isinstance(leaf, torch.Tensor)
+    }
+    torch.testing.assert_close([*training.model.parameters()], [*other.model.parameters()], rtol=1e-3, atol=1e-3)

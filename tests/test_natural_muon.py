@@ -396,3 +396,49 @@ def test_added_groups_hold_what_one_method_moves_and_options_that_a_group_can_ha
     (name,) = names(model, optimizer.param_groups[-1])
     assert not steps[name].any()
     assert all(steps[other].any() for other in names(model, optimizer.param_groups[0]))
+
+
+def test_a_rate_may_be_a_tensor_that_is_filled_later():
+    models, rate = (Network(), Network()), torch.tensor(0.02)
+    first, second = natgrad.NaturalMuon(models[0], lr=0.02), natgrad.NaturalMuon(models[1], lr=rate)
+    train(models[0], first, 0, 2)
+    train(models[1], second, 0, 2)
+    for group in first.param_groups:
+        group["lr"] = 0.01
+    rate.fill_(0.01)
+    train(models[0], first, 2, 4)
+    train(models[1], second, 2, 4)
+    torch.testing.assert_close([*models[0].parameters()], [*models[1].parameters()])
+    with pytest.raises(ValueError, match="lr="):
+        natgrad.NaturalMuon(Network(), lr=torch.tensor(-0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_may_change_its_dtype(dtype):
+    """Momentum, roots and AdamW's moments follow."""
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model)
+    train(model, optimizer, 0, 3)
+    model.to(dtype)
+    moves = moved(model, optimizer, 3)
+    assert all(move.dtype == dtype and move.any() for move in moves.values())
+    train(model, optimizer, 4, 8)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Embedding(11, 8, sparse=True), "without sparse=True in 'table': AdamW"),
+        (nn.EmbeddingBag(11, 8, sparse=True), "without sparse=True in 'table': AdamW"),
+        (nn.LazyLinear(8), "called once before, so that 'table' get their parameters"),
+    ],
+)
+def test_layers_that_it_cannot_move_are_refused_by_name(layer, message):
+    model = Network()
+    model.table = layer
+    with pytest.raises(ValueError, match=message):
+        natgrad.NaturalMuon(model)
+    if isinstance(layer, nn.EmbeddingBag):
+        layer.requires_grad_(False)
+        natgrad.NaturalMuon(model)

@@ -304,3 +304,38 @@ def test_inner_products_of_blocks(shape, strided):
     torch.testing.assert_close(dots(X, Y), (X * Y).sum((1, 2)))
     Y[0, 1, 2] = torch.inf
     assert dots(X, Y).isfinite().tolist() == [False] + [True] * (shape[0] - 1)
+
+
+class Overflowing(nn.Module):
+    """The input of the second layer is so large in the first pass that its statistics overflow, but no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        scale = 1e25 if self.passes == 1 else 1.0
+        return self.second(self.first(x) * scale) / scale
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_a_layer_whose_first_statistics_are_not_finite_has_curvature_in_the_next_step(spread):
+    model = Overflowing()
+    preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=1, inverses=10, spread=spread))
+    reasons = []
+    for step, x in enumerate(batches(3, torch.float32)):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        if step == 0:
+            with pytest.warns(natgrad.NatgradWarning, match=r"second\.weight: their statistics are not finite"):
+                preconditioner.step()
+        else:
+            preconditioner.step()
+        rows = {row.parameter: row for row in preconditioner.explain().rows}
+        assert not rows["first.weight"].reason
+        assert rows["second.weight"].preconditioned == (step > 0)
+        reasons.append(rows["second.weight"].reason)
+    assert reasons == ["its statistics have not been finite yet", "", ""]

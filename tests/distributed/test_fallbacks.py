@@ -1,10 +1,13 @@
 """Failures on several ranks: all use the same fallback for a layer, whichever rank works for it."""
 
 import math
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
+import natgrad
 from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close
 
 COMMON = ["comm-opt", "mem-opt", "dp"]
@@ -41,6 +44,42 @@ class Trouble(Training):
             for member in stack.members:
                 if stack.role.is_gradient_worker and member.layer.key.startswith("3"):
                     stack.state.results["QG"][member.blocks] = math.nan
+
+
+class Overflowing(Training):
+    """A training in which the statistics of a linear layer are not finite in the first step, but its gradients are."""
+
+    def step(self, step):
+        layer = self.preconditioner._structure.root[3]
+        handle = layer.register_forward_pre_hook(lambda _, args: args[0] * 1e200, prepend=True)
+        undo = layer.register_forward_hook(lambda _, args, output: output / 1e200)
+        if step > 0:
+            handle.remove()
+            undo.remove()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", natgrad.NatgradWarning)
+            super().step(step)
+        handle.remove()
+        undo.remove()
+
+
+def overflow(placement):
+    training = Overflowing(replace(job(placement), refresh={"factors": 1, "inverses": 10}))
+    reasons = []
+    for step in range(3):
+        training.step(step)
+        rows = {row.parameter: row for row in training.preconditioner.explain().rows}
+        reasons.append((rows["3.weight"].reason, rows["3.weight"].preconditioned))
+    return training.result(), reasons
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "hybrid:0.5"])
+def test_statistics_that_are_not_finite_at_first_are_taken_in_the_next_step(ranks, placement):
+    expected, reasons = overflow("comm-opt")
+    assert reasons == [("its statistics have not been finite yet", False), ("", True), ("", True)]
+    found = ranks.run(2, overflow, placement)
+    assert_bit_identical([result for result, _ in found])
+    assert_close(found[0][0], expected)
 
 
 class broken:  # noqa: N801

@@ -189,3 +189,15 @@ def told_twice():
 
 def test_a_wrapper_that_no_longer_averages_is_not_relied_on(ranks):
     ranks.run(2, told_twice)
+
+
+def sparse():
+    """Build a preconditioner that would have to average sparse gradients."""
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="without sparse=True in '0': gradients='reduce'"):
+        natgrad.Preconditioner(model, gradients="reduce")
+    natgrad.Preconditioner(model)
+
+
+def test_sparse_gradients_are_refused_by_name(ranks):
+    ranks.run(2, sparse)

@@ -105,7 +105,7 @@ _add(
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
     (
         "capture.sums:Bucket.close",
-        "count.beyond + (count.rows - count.beyond) * min(share, 1.0)",
+        "count.beyond + (count.rows - count.beyond) * share.rows",
         "count.rows",
     ),
 )
@@ -113,14 +113,26 @@ _add(
     "masked_gain",
     "Output gradients are multiplied by the number of all positions, not of those that the loss averages over.",
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
-    ("capture.sums:Bucket.close", "gain * share", "gain"),
+    ("capture.sums:Bucket.close", "gain * share.gradients", "gain"),
 )
 _add(
     "masked_share",
     "Masked tokens count as samples: sums are not corrected for the share of positions that the loss averages over.",
     "dense/test_embedding.py::test_token_means_with_a_mask dense/test_tied.py::test_token_means_with_a_mask "
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
-    ("capture.sums:Bucket.close", "shares.get(name, 1.0)", "1.0"),
+    ("capture.sums:Bucket.close", "shares.get(name, _ALL)", "_ALL"),
+)
+_add(
+    "counted_on_one_rank",
+    'With count="auto" gradients are multiplied by the positions of this rank, not by the mean of all ranks.',
+    "distributed/test_automatic_count.py::test_a_loss_over_all_positions_is_that_of_one_process",
+    ("capture.capture:Capture._automatic_shares", "if average is not None:", "if False:"),
+)
+_add(
+    "counted_by_length",
+    'With count="auto" the gradients of each micro-batch are multiplied by the number of its positions.',
+    "dense/test_automatic_count.py::test_micro_batches_of_different_lengths_are_one_batch",
+    ("capture.capture:Capture._observe", 'reduction == "tokens" and self.automatic', "False"),
 )
 _add(
     "masked_inputs",
@@ -469,7 +481,7 @@ _add(
     "distributed/test_one_process.py",
     (
         "preconditioner.gradients.reduction:reduce_gradients",
-        "samples / total.clamp(min=1)",
+        "samples / total.where(total > 0, 1)",
         "1 / runtime.ranks + 0 * total",
     ),
 )

@@ -7,7 +7,7 @@ without a backward pass are ignored.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,13 +23,13 @@ from natgrad.capture.counts import Count, LossTerms, Reductions
 from natgrad.capture.forward import ForwardPasses
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.sampled import destination, differentiate_to, sources
-from natgrad.capture.sums import RowBuffer, StatisticsBuffer
+from natgrad.capture.sums import RowBuffer, Share, Shares, StatisticsBuffer
 from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import MatrixRows, SharedInput, by_sample
-from natgrad.linalg.device import full_products, known_all
+from natgrad.linalg.device import full_products, known_all, on_host
 from natgrad.refresh.rule import Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.results import read_for_capture
@@ -47,6 +47,7 @@ class Capture:
         forward: The model's forward passes, as the hooks report them.
         wanted: Whether the next step needs sums. (`RowBuffer.wanted`: whether it needs rows.)
         counts_samples: Whether to count the samples of every pass, also in steps without statistics.
+        automatic: Whether the count of the next step is "auto". Then all its passes have the same scale. None: unknown.
         captured: The layers whose statistics this rank captures.
         rows: The rows of layers whose statistics are gathered.
         audit: Compares gradients with those that the hooks see.
@@ -67,6 +68,8 @@ class Capture:
         self._kept: dict[LayerCall, tuple[int, Tensor]] = {}  # first passes and gradients of uses in kept graphs
         self._loss: int | None = None  # the last backward pass of the loss
         self.fills = False
+        self.automatic: bool | None = None
+        self._may_be_masked = True  # whether to look for masks that the user has not told of
         self.wanted = True
         self.captured: set[str] = set()
         self._sampling = False  # whether the current backward pass is that of sampled labels
@@ -111,22 +114,77 @@ class Capture:
         """The samples (token losses: positions) of this rank since the last step."""
         return sum(self.backwards.values()) if self._members else self.forward.samples
 
-    def number(self, count: Count | None) -> int:
+    def number(self, count: Count | None) -> float | Tensor:
         """Return the samples (token losses: positions) of the step: `count` if it is their number."""
-        return count if isinstance(count, int) and self._reductions.single == "tokens" else self.samples
+        if self._reductions.single != "tokens" or count is None or isinstance(count, Mapping):
+            return self.samples
+        if isinstance(count, str):
+            terms = next(iter(self._terms.with_tokens().values()), None)
+            if terms is not None and terms.nonzero is not None:
+                return terms.nonzero
+            if self.backwards and self.automatic is False:
+                raise NatgradError("step(count='auto') follows a step with another count: pass 'auto' in every step")
+            return 0
+        return count
 
     def positions(self, layer: str) -> int:
         """Return the largest number of positions of layers in its group since the last step."""
         return self._terms.of(layer).most_positions
 
-    def shares(self, count: Count | None) -> dict[str, float]:
-        """Return the fraction of samples or tokens that count, for layers where not all do."""
-        if count is None:
+    def shares(self, count: Count | None, average: Callable[[Tensor], None] | None) -> Shares:
+        """Return the fraction of samples or tokens that count, for layers where not all do.
+
+        With "auto", `average` replaces numbers by their means over the ranks, in place; None: the loss of each rank
+        averages over the positions of this rank.
+        """
+        if count is None or not self._members:
             return {}
+        if isinstance(count, str):
+            return self._automatic_shares(average)
         every = {name: self._reductions.counted(count, name) for name in self._members}
         counted = {name: number for name, number in every.items() if number is not None}
         terms = {name: sum(self._terms.of(name).of_loss.values()) for name in counted}
-        return {name: number / max(1, terms[name]) for name, number in counted.items()}
+        shares = {name: number / max(1, terms[name]) for name, number in counted.items()}
+        return {name: Share(share, min(share, 1.0), share) for name, share in shares.items()}
+
+    def _automatic_shares(self, average: Callable[[Tensor], None] | None) -> Shares:
+        """Return the shares of tokens whose gradients are not zero.
+
+        Rows and samples are counted on each rank. Gradients are multiplied by the mean number of tokens of all ranks,
+        as the loss divides by the number of all.
+        """
+        found = self._terms.with_tokens()
+        patterns = self._reductions.patterns
+        group, _ = next(iter(self._members.values()))
+        nonzero = torch.zeros(len(patterns), dtype=group.work_dtype, device=group.device)
+        for pattern, terms in found.items():
+            if terms.nonzero is not None:
+                nonzero[patterns.index(pattern)] = terms.nonzero
+        mean = nonzero.clone()
+        if average is not None:
+            average(mean)
+        shares = {}
+        for pattern, terms in found.items():
+            index, total = patterns.index(pattern), max(1, sum(terms.of_loss.values()))
+            scales = len(terms.of_loss) if self.automatic else total
+            here, everywhere = nonzero[index], mean[index]
+            shares[pattern] = Share(here / total, here / max(1, terms.examined), everywhere / max(1, scales))
+        places = ((name, self._reductions.group(name), group.device) for name, (group, _) in self._members.items())
+        return {name: shares[pattern].to(device) for name, pattern, device in places if pattern in shares}
+
+    def masked(self) -> tuple[int, int] | None:
+        """Return how many positions of a token loss have a gradient, and how many there are, once. None: all have one.
+
+        An accelerator is read in the first step only.
+        """
+        for terms in self._terms.with_tokens().values():
+            if terms.nonzero is not None and self._may_be_masked:
+                self._may_be_masked = on_host(terms.nonzero)
+                nonzero = int(terms.nonzero)
+                if nonzero < terms.examined:
+                    self._may_be_masked = False
+                    return nonzero, terms.examined
+        return None
 
     @property
     def layers(self) -> list[str]:
@@ -161,6 +219,7 @@ class Capture:
 
         ``.grad`` does not change.
         """
+        self._discard_returned()
         self._has_sampled = self._sampling = True
         try:
             differentiate_to(outputs, score.to(outputs.dtype), self._target_edges)
@@ -230,7 +289,7 @@ class Capture:
         shape = outline(inputs) if saved is None else saved.outline
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
-            forward.note(name, layer.positions(output))
+            forward.note(layer.name, layer.positions(output))  # a head that is tied to a table has rows of its own
         size, output = output.shape, viewed(output)
         if torch._C._current_graph_task_id() != -1:  # recomputed: a gradient arrives only if that is reentrant
             output.register_hook(_refuse)
@@ -272,6 +331,11 @@ class Capture:
         taken = destination(slot.parameter) if begins else ""
         if begins and not taken:
             return  # gradients by the model's inputs only (attacks, saliency maps)
+        if begins and self.backwards and self.fills != (taken == "grad"):
+            # Where a pass writes into .grad, gradients that others return to the caller are no part of it.
+            if self.fills:
+                return
+            self._discard_returned()
         started = perf_counter()
         inputs, first = use.inputs, use.first_task(task)
         self._settle(use, first, gradient)
@@ -318,7 +382,10 @@ class Capture:
     def _capture(self, use: LayerCall, task: int, inputs: Saved | None, gradient: Tensor) -> None:
         """Add one use of a layer to the audit, and to its sums or rows."""
         name = use.primary.name
-        samples = self._terms.of(name).samples(use, task, gradient, drawn=self._sampling)
+        terms = self._terms.of(name)
+        samples = terms.samples(use, task, gradient, drawn=self._sampling)
+        if terms.averages_over_tokens and not self._sampling and (self.automatic is not False or self._wants(name)):
+            terms.count_nonzero(use, task, gradient)
         compares = self.fills and not self._sampling and self.audit.wants(name)
         draws = self._sampling == self._needs_sampled_labels(name)
         collects = self._wants(name) and draws and samples > 0 and gradient.numel() > 0
@@ -330,6 +397,11 @@ class Capture:
         if collects:
             with full_products(gradient.device):
                 self._observe(use, task, samples, known, inputs.source, gradient)
+
+    def _discard_returned(self) -> None:
+        """Discard earlier passes that returned their gradients to the caller, if labels were not sampled since."""
+        if self.backwards and not self.fills and not self._has_sampled:
+            self.discard()
 
     def _discard_cleared_passes(self) -> None:
         self.discard_cleared_passes(
@@ -356,7 +428,9 @@ class Capture:
             if not known_all(counted):
                 rows = rows.masked(counted)
         rows, gradients = by_sample(rows, samples), by_sample(gradients, samples)
-        scale = 1.0 if self._sampling or reduction == "sum" else float(self._terms.of(name).of_loss[task])
+        uniform = reduction == "tokens" and self.automatic
+        is_known = self._sampling or reduction == "sum" or uniform  # else the number of terms of this pass is the scale
+        scale = 1.0 if is_known else float(self._terms.of(name).of_loss[task])
         if use.curvature.sum_positions:
             self._pool(name, task, rows, gradients, scale)
             if not self._expects_more_uses(use):

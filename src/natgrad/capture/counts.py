@@ -10,13 +10,14 @@ from typing import Any, Literal, TypeAlias, cast
 from torch import Tensor, nn
 
 from natgrad.capture.calls import LayerCall
+from natgrad.capture.forward import ForwardPass
 from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.layers import Layer
 from natgrad.layers.norm import NORMS
-from natgrad.schedule import is_whole
+from natgrad.schedule import is_number, is_whole
 
 Reduction: TypeAlias = Literal["mean", "tokens", "sum"]
-Count: TypeAlias = "int | Mapping[str, int]"
+Count: TypeAlias = "float | Mapping[str, float] | Literal['auto']"
 
 
 # Modules whose inputs are [batch, channels, positions].
@@ -84,6 +85,11 @@ class Reductions:
         """The reduction of all layers. None: there are several."""
         kinds = {*self._patterns.values()} if self.is_mapping else {self.of("")}
         return next(iter(kinds)) if len(kinds) == 1 and (not self.is_mapping or "*" in self._patterns) else None
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of the groups, in the same order on all ranks."""
+        return list(self._patterns)
 
     def has_tokens(self) -> bool:
         """Return whether the reduction of any layer is, or may become, "tokens"."""
@@ -161,6 +167,8 @@ class Reductions:
             return
         layers = list(layers)
         counted = [layer for layer in layers if self.of(layer) == "tokens" or self.is_undecided]
+        if isinstance(count, str) and count == "auto" and (counted or not layers or self.is_automatic):
+            return
         if isinstance(count, Mapping):
             for pattern, number in count.items():
                 matched = [layer for layer in counted if isinstance(pattern, str) and fnmatchcase(layer, pattern)]
@@ -168,15 +176,15 @@ class Reductions:
                 require(matched, "count", pattern, f"a pattern of module names with reduction 'tokens' ({names})")
                 _check_number(f"count[{pattern!r}]", number, max(map(seen, matched)))
             return
-        allowed = "a whole number >= 0, or a mapping from patterns to such numbers, with reduction='tokens'"
-        require(_is_whole(count) and bool(counted or not layers), "count", count, allowed)
+        allowed = "'auto', a number >= 0, or a mapping from patterns to such numbers, with reduction='tokens'"
+        require(_is_count(count) and bool(counted or not layers), "count", count, allowed)
         groups = {self.group(layer) for layer in counted}
         names = ", ".join(sorted(groups))
         allowed = f"a mapping from patterns to numbers, where several have reduction 'tokens': {names}"
         require(len(groups) < 2 or self.is_undecided, "count", count, allowed)
         _check_number("count", count, max(map(seen, counted), default=0))
 
-    def counted(self, count: Count | None, layer: str) -> int | None:
+    def counted(self, count: float | Mapping[str, float] | None, layer: str) -> float | None:
         """Return the number of tokens of a layer that count. None: all."""
         if count is None or self.of(layer) != "tokens":
             return None
@@ -186,12 +194,14 @@ class Reductions:
 
 
 def _check_number(name: str, number: object, seen: int) -> None:
-    require(_is_whole(number), name, number, "a whole number >= 0")
-    require(not seen or cast(int, number) <= seen, name, number, f"at most {seen}, the positions of the step")
+    """Check a number of positions. Only a sum of weights, or the mean of all ranks, may be above those `seen` here."""
+    require(_is_count(number), name, number, "a number >= 0")
+    allowed = f"at most {seen}, the positions of the step"
+    require(not (seen and is_whole(number)) or number <= seen, name, number, allowed)
 
 
-def _is_whole(number: object) -> bool:
-    return is_whole(number) and number >= 0
+def _is_count(number: object) -> bool:
+    return is_number(number) and number >= 0
 
 
 def _sees_positions(layer: Layer, inputs: Tensor) -> bool:
@@ -210,13 +220,16 @@ class Terms:
     """The numbers of terms (samples or tokens) that losses since the last step average over, for a group of layers.
 
     Attributes:
+        averages_over_tokens: Whether the terms are tokens.
         of_loss: The number of terms, by backward pass of the loss.
         of_drawn: The number of terms, by backward pass of sampled labels.
+        nonzero: Token losses: how many rows of the layer nearest to the loss have a gradient that is not zero, a device
+            tensor. None: `count_nonzero` has seen none of its rows.
     """
 
     def __init__(self, reduction: Reduction, *, warned: bool = False) -> None:
         """Initialize without passes. `warned`: do not warn that the number of samples is a guess."""
-        self._tokens, self._warned = reduction == "tokens", warned
+        self.averages_over_tokens, self._warned = reduction == "tokens", warned
         self.clear()
 
     def clear(self) -> None:
@@ -224,6 +237,9 @@ class Terms:
         self.of_loss: dict[int, int] = {}
         self.of_drawn: dict[int, int] = {}
         self._positions: dict[str, int] = {}  # by layer (token losses)
+        self._nearest: dict[int, str] = {}  # the layer nearest to the loss, by backward pass of the loss
+        self._examined: dict[tuple[int, ForwardPass | None], int] = {}  # its rows, by backward and forward pass
+        self.nonzero: Tensor | None = None
 
     @property
     def most_positions(self) -> int:
@@ -233,13 +249,13 @@ class Terms:
     def settle(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> None:
         """Determine the terms of the pass `task` from one use of a layer and its unscaled output gradient."""
         terms = self.of_drawn if drawn else self.of_loss
-        if self._tokens:
+        if self.averages_over_tokens:
             positions, name = use.layer.positions(gradient), use.primary.name
             if not drawn:
                 self._positions[name] = self._positions.get(name, 0) + positions
+                self._nearest.setdefault(task, use.layer.name)
             # The layer nearest to the loss decides: an encoder may see more positions than the loss has.
-            whole = use.forward.positions(name, positions) if use.forward is not None and positions else positions
-            terms[task] = terms.get(task) or whole
+            terms[task] = terms.get(task) or _all_positions(use, positions)
         elif use.batch > 0 and use.layer.batched(use.outline):
             # The loss averages over the model's samples; this layer may have seen only a part of them.
             terms[task] = max(use.batch, terms.get(task, 0))
@@ -248,9 +264,25 @@ class Terms:
             terms[task] = terms.get(task) or samples  # the layer nearest to the loss decides
             self._warn_of_guess(use, samples, terms[task])
 
+    @property
+    def examined(self) -> int:
+        """How many rows of the layer nearest to the loss `count_nonzero` has seen."""
+        return sum(self._examined.values())
+
+    def count_nonzero(self, use: LayerCall, task: int, gradient: Tensor) -> None:
+        """Count the rows of one use with a nonzero gradient, if its layer is nearest to the loss (token losses)."""
+        positions, key = use.layer.positions(gradient), (task, use.forward)
+        examined = self._examined.get(key, 0) + positions
+        # A use beyond all positions is one further from the loss, of a layer that is used several times in a row.
+        if not positions or self._nearest.get(task) != use.layer.name or examined > _all_positions(use, positions):
+            return
+        self._examined[key] = examined
+        rows = use.layer.gradient_rows(gradient, positions).nonzero().sum()
+        self.nonzero = rows if self.nonzero is None else self.nonzero + rows.to(self.nonzero.device)
+
     def samples(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> int:
         """Return the number of samples of the rows of one use."""
-        if self._tokens:
+        if self.averages_over_tokens:
             return use.layer.positions(gradient)
         # If a layer sees windows or frames as a longer batch, its samples are still the model's.
         samples = use.layer.samples(use.outline)
@@ -270,6 +302,13 @@ class Terms:
             NatgradWarning,
             stacklevel=2,
         )
+
+
+def _all_positions(use: LayerCall, positions: int) -> int:
+    """Return the positions of a layer in a forward pass: those of one use, or of several uses that are pieces."""
+    if use.forward is None or not positions:
+        return positions
+    return use.forward.positions(use.layer.name, positions)
 
 
 class LossTerms:
@@ -300,6 +339,10 @@ class LossTerms:
         """Forget all passes."""
         for terms in (self._samples, *self._groups.values()):
             terms.clear()
+
+    def with_tokens(self) -> dict[str, Terms]:
+        """Return the terms of the groups with token losses, by pattern."""
+        return {group: terms for group, terms in self._groups.items() if terms.averages_over_tokens}
 
     def __contains__(self, task: int) -> bool:
         """Return whether the terms of a backward pass are known."""

@@ -143,7 +143,7 @@ class BucketedStatistics(StatisticsBuffer):
                 "a backward pass without synchronization by DistributedDataParallel followed one with it before "
                 "step(): under placement='pipelined' the last pass before step() must be synchronized"
             )
-        if any(shares.get(name, 1.0) != 1.0 for name in sent):
+        if not sent.isdisjoint(shares):
             raise NatgradError(
                 "step(count=...) is not supported under placement='pipelined', which sends statistics before step(): "
                 "pass another placement"

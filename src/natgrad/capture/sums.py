@@ -24,8 +24,30 @@ from natgrad.specs import Statistic
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import pack, packed_shape
 
-# By layer name, the fraction of the terms of the loss that count. Missing: all.
-Shares: TypeAlias = Mapping[str, float]
+
+@dataclass(frozen=True)
+class Share:
+    """The fraction of a layer's terms of the loss that count, as numbers or device tensors.
+
+    Attributes:
+        samples: For the number of samples.
+        rows: For the number of rows.
+        gradients: The factor that makes gradients, scaled by the number of all terms, those of the terms that count.
+    """
+
+    samples: float | Tensor = 1.0
+    rows: float | Tensor = 1.0
+    gradients: float | Tensor = 1.0
+
+    def to(self, device: torch.device) -> Share:
+        """Return the same share with its tensors on a device."""
+        parts = (self.samples, self.rows, self.gradients)
+        return Share(*(part.to(device) if isinstance(part, Tensor) else part for part in parts))
+
+
+# By layer name. Missing: all terms count.
+Shares: TypeAlias = Mapping[str, Share]
+_ALL = Share()
 
 
 def of_sides(group: BlockGroup, sides: Collection[Side]) -> list[Statistic]:
@@ -146,20 +168,22 @@ class Bucket:
 
     def close(self, counts: Mapping[str, SampleCount], shares: Shares, gain: float | Tensor) -> None:
         """Complete the buffer for sending, as `StatisticsBuffer.close`."""
-        buffer, counters = self.allocate(), list[float]()
+        buffer, counters = self.allocate(), list[float | Tensor]()
         for run in self.runs:
             for member in run.members:
                 name = member.layer.name
-                count, share = counts[name], shares.get(name, 1.0)
-                rows = count.beyond + (count.rows - count.beyond) * min(share, 1.0)
+                count, share = counts[name], shares.get(name, _ALL)
+                rows = count.beyond + (count.rows - count.beyond) * share.rows
                 if count.rows:
-                    self._scale(run, name, gain * share, {"sample": share, "position": rows / count.rows})
+                    self._scale(
+                        run, name, gain * share.gradients, {"sample": share.samples, "position": rows / count.rows}
+                    )
                 else:
                     torch._foreach_zero_(list(self.views[name].values()))
-                counters += [count.samples * share, rows]
-        buffer[self.numel - len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
+                counters += [count.samples * share.samples, rows]
+        buffer[self.numel - len(counters) :] = _vector(counters, buffer)
 
-    def _scale(self, run: LayerRun, name: str, factor: float | Tensor, shares: Mapping[str, float]) -> None:
+    def _scale(self, run: LayerRun, name: str, factor: float | Tensor, shares: Mapping[str, float | Tensor]) -> None:
         """Multiply the gradients in a layer's sums by `factor`, and counts by the share of their divisor."""
         # Gradients of sampled labels do not depend on the scale and the mean of the loss.
         scales = run.group.curvature.likelihood is None and not (isinstance(factor, float) and factor == 1.0)
@@ -221,6 +245,17 @@ class Bucket:
             place = run.group.device, run.group.dtype
             moved = {name: tensor.to(*place) for name, tensor in sums.items()}
             yield BlockSums(run.group, run.blocks, moved, counts[:, 0].to(*place), counts[:, 1].to(*place))
+
+
+def _vector(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
+    """Return numbers, some of which may be device tensors, as a vector, without waiting for the device."""
+    known = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+    vector = tensor_on(like.device, known, like.dtype)
+    places = [index for index, number in enumerate(numbers) if isinstance(number, Tensor)]
+    if places:
+        others = torch.stack([number.to(vector) for number in numbers if isinstance(number, Tensor)])
+        vector[tensor_on(like.device, places, torch.int64)] = others
+    return vector
 
 
 def _shapes(run: LayerRun) -> list[tuple[str, tuple[int, ...]]]:

@@ -56,6 +56,21 @@ def check_arguments(model: object, optimizer: object, arguments: Mapping[str, An
     require(is_whole(seed), "seed", seed, "a whole number")
 
 
+def check_dense(model: nn.Module, name: str, value: object, reader: str) -> None:
+    """Check that a `reader` that needs dense gradients gets no sparse ones from the embeddings of a model.
+
+    Raises:
+        ValueError: if it does, about the argument `name`.
+    """
+    tables = [
+        key
+        for key, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
+    ]
+    allowed = f"one without sparse=True in {', '.join(map(repr, tables))}: {reader} takes dense gradients only"
+    require(not tables, name, value, allowed)
+
+
 def _check_curvature(curvature: Curvature | Mapping[str, Curvature | None]) -> None:
     drawn: set[Likelihood] = set()
     for pattern, choice in curvature.items() if isinstance(curvature, Mapping) else ():

@@ -28,7 +28,7 @@ from natgrad.errors import ArgumentError, NatgradWarning, require, require_one_o
 from natgrad.layers import layers_for
 from natgrad.linalg.device import multiplies_bfloat16, on_host
 from natgrad.linalg.precision import Precision
-from natgrad.preconditioner.arguments import unwrap
+from natgrad.preconditioner.arguments import check_dense, unwrap
 from natgrad.preconditioner.coverage import Place, cover, places, unfrozen
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.preconditioner.membership import Group
@@ -62,7 +62,7 @@ class NaturalMuon(PreconditionedOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 2e-2,
+        lr: float | Tensor = 2e-2,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         power: float = 0.25,
@@ -94,7 +94,7 @@ class NaturalMuon(PreconditionedOptimizer):
 
         Args:
             model: The model: plain, in ``DistributedDataParallel``, or sharded by FSDP2 (``fully_shard``) beforehand.
-            lr: The learning rate. Start at 2e-2, and try twice and half of it.
+            lr: The learning rate, a number or a tensor with one. Start at 2e-2, and try twice and half of it.
             momentum: μ of the matrices, in [0, 1). ``group["momentum"]`` of their group changes it later, and so does
                 the first of its ``betas``, which some schedulers set.
             weight_decay: Decoupled weight decay, times the learning rate. Set it in a parameter group to change it for
@@ -142,13 +142,14 @@ class NaturalMuon(PreconditionedOptimizer):
                 the loss.
         """
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
-        lr, weight_decay, eps = _floats(lr=lr, weight_decay=weight_decay, eps=eps)
+        lr, weight_decay, eps = _numbers(lr=lr, weight_decay=weight_decay, eps=eps)
         check_number("interval", interval, "a number of steps >= 1", minimum=1)
         _check_adamw(betas, decay)
         allowed = "None with gradients='reduce': the norm of averaged gradients is known too late"
         require(clip_norm is None or gradients == "averaged", "clip_norm", clip_norm, allowed)
         _check_patterns(head, heads, adamw, groups)
         root = unwrap(model)
+        _check_modules(root)
         trained = matrices_of(root, covered=False)
         with unfrozen(root):
             every, candidates = matrices_of(root), matrices_of(root, covered=False)
@@ -303,11 +304,24 @@ _SAME_IN_ALL_GROUPS = {"power", "damping", "interval", "steps", "full_factors", 
 _SAME_IN_ALL_GROUPS |= {"groups", "dtype", "refresh", "placement", "precision", "gradients", "accumulation", "scaler"}
 
 
-def _floats(**numbers: float) -> Iterator[float]:
-    """Check that some numbers are at least 0, and yield them."""
-    for name, value in numbers.items():
+def _numbers(**numbers: float | Tensor) -> Iterator[Any]:
+    """Check that some numbers, or tensors with one, are at least 0, and yield them as floats, or the tensors."""
+    for name, given in numbers.items():
+        value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
         check_number(name, value, "a number >= 0", minimum=0)
-        yield float(value)
+        yield given if isinstance(given, Tensor) else float(given)
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Check that the model has its parameters, and that AdamW can move its embeddings."""
+    lazy = [
+        name
+        for name, module in model.named_modules()
+        if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None)
+    ]
+    allowed = f"called once before, so that {', '.join(map(repr, lazy))} get their parameters"
+    require(not lazy, "model", type(model).__name__, allowed)
+    check_dense(model, "model", type(model).__name__, "AdamW, which moves embeddings,")
 
 
 def _check_adamw(betas: object, decay: object) -> None:
@@ -355,6 +369,7 @@ class _Update(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_dtypes()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not (group["spectral"] and parameters):
@@ -367,6 +382,13 @@ class _Update(Optimizer):
             torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
         self._by_adamw().step()
         return loss
+
+    def _follow_dtypes(self) -> None:
+        """Give AdamW's moments the dtypes that their parameters have now, as loading a state does."""
+        for parameter, state in self.state.items():
+            for name, value in state.items():
+                if name != "step" and isinstance(value, Tensor) and value.dtype != parameter.dtype:
+                    state[name] = value.to(parameter.dtype)
 
     def _by_adamw(self) -> AdamW:
         """Return the AdamW of the other groups, with their state."""

@@ -26,12 +26,8 @@ class PreconditionedOptimizer(Optimizer):
     Attributes:
         optimizer: The inner optimizer.
         preconditioner: The preconditioner.
-        count: For token losses with masks, if the trainer cannot pass it to `step`: the number of positions on this
-            rank that count since the last step (`natgrad.Preconditioner.step`). `step` and `zero_grad` reset it.
         clip_norm: The largest norm of all gradients. None: any.
     """
-
-    count: Count | None
 
     def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner, *, clip_norm: float | None = None) -> None:
         """Combine any optimizer with the preconditioner of the same model.
@@ -58,7 +54,8 @@ class PreconditionedOptimizer(Optimizer):
         require(fits or not covered, "optimizer", repr(optimizer), "one of the preconditioner's model")
         if clip_norm is not None:
             check_number("clip_norm", clip_norm, "a number above 0, or None", minimum=0, strict=True)
-        self.optimizer, self.preconditioner, self.count, self.clip_norm = optimizer, preconditioner, None, clip_norm
+        self.optimizer, self.preconditioner, self.clip_norm = optimizer, preconditioner, clip_norm
+        self._count: Count | None = None
         self._warned_of_incomplete = self._lacks_curvature = False
         self._membership = preconditioner.membership or Membership(preconditioner._structure.root, optimizer)
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -97,6 +94,25 @@ class PreconditionedOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
+    @property
+    def count(self) -> Count | None:
+        """The count of `natgrad.Preconditioner.step` for token losses with masks, if the trainer cannot pass it.
+
+        "auto" stays. A number is that of the positions on this rank that count since the last step; `step` and
+        `zero_grad` reset it.
+        """
+        return self._count
+
+    @count.setter
+    def count(self, count: Count | None) -> None:
+        if "auto" in (count, self._count):
+            self.preconditioner._expect_count(count)
+        self._count = count
+
+    def _reset_count(self) -> None:
+        """Reset the count, unless it is "auto"."""
+        self.count = "auto" if self._count == "auto" else None
+
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -124,7 +140,7 @@ class PreconditionedOptimizer(Optimizer):
         if not self._is_loaders_step():
             self._warn_of_missing_curvature()
             self._precondition(self.count if count is None else count)
-            self.count = None
+            self._reset_count()
         self._regroup()
         self.optimizer.step()
         return loss
@@ -176,7 +192,7 @@ class PreconditionedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget the statistics of their backward passes."""
-        self.count = None
+        self._reset_count()
         self.preconditioner._capture.discard()
         self.optimizer.zero_grad(set_to_none)
 

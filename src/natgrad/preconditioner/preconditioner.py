@@ -18,7 +18,7 @@ from natgrad.capture.counts import DEFAULT_REDUCTION, Count, Reduction, Reductio
 from natgrad.capture.hooks import Hooks
 from natgrad.capture.pipelined import BucketedStatistics, listen
 from natgrad.capture.sampled import LabelSampler
-from natgrad.capture.sums import RowBuffer, StatisticsBuffer, of_sides
+from natgrad.capture.sums import RowBuffer, Shares, StatisticsBuffer, of_sides
 from natgrad.curvature import Curvature, resolve_curvature
 from natgrad.damping import ByKind, Damping, default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
@@ -29,6 +29,7 @@ from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction
 from natgrad.preconditioner.arguments import (
     check_arguments,
+    check_dense,
     check_joined,
     resolve_group,
     unwrap,
@@ -178,6 +179,7 @@ class Preconditioner:
         check_arguments(model, optimizer, {**self._arguments, "curvature": self.curvature})
         self._detached = self._has_stepped = False
         self._consolidated: dict[str, Any] | None = None
+        self._expects_auto: bool | None = None
         self.membership = None if optimizer is None else Membership(unwrap(model), optimizer)
         self._bind(model, optimizer)
 
@@ -192,6 +194,8 @@ class Preconditioner:
         chosen = default_damping(curvature) if damping is None else damping
         by_kind = chosen if isinstance(chosen, ByKind) else ByKind(chosen)
         runtime = Communicator(resolve_group(model, arguments["process_group"], arguments["mesh"]))
+        if gradients == "reduce" and runtime.ranks > 1:
+            check_dense(root, "model", type(root).__name__, "gradients='reduce'")
         structure = Structure(
             root,
             curvature,
@@ -214,6 +218,7 @@ class Preconditioner:
             counts_samples=scaling.counts or (rule.rule.uses_own_samples and reductions.has_tokens()),
             audit=GradientAudit(reduces=reduces, ignores_factors=all(own.is_normalized for _, own in covered)),
         )
+        capture.automatic = self._expects_auto
         self._model, self._structure, self._communicator = model, structure, runtime
         self._capture, self._hooks = capture, Hooks(capture.forward, capture)
         self._hooks.call_before_forward(self._before_forward)
@@ -265,7 +270,7 @@ class Preconditioner:
             raise
 
     @torch.no_grad()
-    def step(self, count: int | Mapping[str, int] | None = None) -> None:
+    def step(self, count: Count | None = None) -> None:
         """Replace ``.grad`` by the natural gradient.
 
         Call it after ``backward`` (and ``scaler.unscale_``), before gradient clipping and ``optimizer.step()``. If
@@ -274,6 +279,12 @@ class Preconditioner:
         Args:
             count: With "tokens": the number of positions on this rank that counted in the loss since the last step,
                 for all such layers or by patterns of module names (the first match wins; no match: all positions).
+                It may be a fraction: a sum of weights, or the mean of all ranks.
+
+                "auto", in every step and on all ranks: the positions with a gradient that is not zero at the layer
+                nearest to the loss. The loss divides their sum by their number in all backward passes of the step: with
+                averaged gradients the mean of this number over the ranks, with ``gradients="reduce"`` that of this
+                rank. So it is with ``accumulation="mean"``, as if each of K losses were divided by K.
 
         Raises:
             ValueError: if `count` has a wrong type or is given without "tokens", or if a schedule returns a value that
@@ -283,6 +294,9 @@ class Preconditioner:
                 another rank stopped.
             CurvatureError: if a layer has failed more often in a row than the guard allows, or if a decomposition in
                 the background raised an error on any rank.
+
+        Warns:
+            NatgradWarning: once, if `count` is None and positions have no gradient at the layer nearest to the loss.
         """
         self._bind_again()
         progress, self._has_stepped, self._consolidated = self._progress, True, None
@@ -299,17 +313,18 @@ class Preconditioner:
             return
         self._communicator.call = f"step() {progress.step}"
         self._capture.release_kept()
-        self._compare_settings(damping)
+        self._compare_settings(damping, count)
         due = self._scheduler.due_parts(progress)
         if self._refreshes_in_background:
             self._collect_refresh(at_once=bool(due))
 
         scale = self._reduce_gradients(count)
+        shares = self._shares(count)
         if self._capture.wanted:
-            self._update_averages(count)
+            self._update_averages(shares)
         if due and (progress.last_factors is not None or self._structure.gathered):
-            self._refresh(count, damping, due)
-        elif not due and self._scheduler.is_spread(progress) and not self._refreshes_in_background:
+            self._refresh(shares, damping, due)
+        elif not (due or self._refreshes_in_background):
             self._continue_refresh(damping)
 
         with progress.phase("solve", self._communicator):
@@ -325,9 +340,14 @@ class Preconditioner:
         self.call_order.written.note(self._structure.slots)
 
         progress.step += 1
+        self._expect_count(count)
         self._choose_statistics()
         self._inspection.report()
         self._failures.check()
+
+    def _expect_count(self, count: Count | None) -> None:
+        """Set whether the next `step` gets the count "auto"."""
+        self._expects_auto = self._capture.automatic = isinstance(count, str)
 
     def next_epoch(self) -> None:
         """Mark the end of an epoch. Call it on every rank, between two steps.
@@ -373,7 +393,7 @@ class Preconditioner:
         self._scaling.check(differentiated=bool(capture.backwards))
         check_joined(self._model)
 
-    def _compare_settings(self, damping: float) -> None:
+    def _compare_settings(self, damping: float, count: Count | None) -> None:
         """Compare the ranks in the first step, and after the layers have changed."""
         progress, reductions = self._progress, self._scaling.reductions
         if not self._compared:
@@ -386,11 +406,21 @@ class Preconditioner:
                 "kl_clip": str(self._clip.bound),
                 "gradients": "reduce" if self._scaling.reduces else "averaged",
                 "scaling": self._scaling.describe(),
+                "count": "'auto'" if isinstance(count, str) else "not 'auto'",
                 "refresh": str(self._scheduler.rule.settings(progress.step)),
                 "guard": str(self._failures.guard),
             }
             check_agreement(self._communicator, self._structure, reductions, settings)
         reductions.warn_of_default()
+        masked = self._capture.masked() if count is None else None
+        if masked is not None:
+            warnings.warn(
+                f"natgrad: {masked[0]} of {masked[1]} positions have a gradient at the layer nearest to the loss, but "
+                "without a count all positions count. If the loss leaves some out (ignore_index), pass "
+                'step(count="auto"), or set count = "auto" of a PreconditionedOptimizer; else pass their number',
+                NatgradWarning,
+                stacklevel=4,  # the caller of `step`
+            )
 
     def _reduce_gradients(self, count: Count | None) -> float | Tensor:
         """Compare ``.grad`` with what the hooks have seen, and average it over the ranks with ``gradients="reduce"``.
@@ -416,7 +446,19 @@ class Preconditioner:
                 to_owners=structure.plan.columns == runtime.ranks,
             )
 
-    def _update_averages(self, count: Count | None) -> None:
+    def _shares(self, count: Count | None) -> Shares:
+        """Return the part of each layer's samples or tokens that counts, if statistics need it."""
+        capture, runtime = self._capture, self._communicator
+        if not (capture.wanted or capture.rows.wanted):
+            return {}
+
+        def average(numbers: Tensor) -> None:
+            runtime.sum_(numbers, "counters")
+            numbers /= runtime.ranks
+
+        return capture.shares(count, None if self._scaling.reduces or runtime.ranks == 1 else average)
+
+    def _update_averages(self, shares: Shares) -> None:
         """Sum the statistics over the ranks, and update the running averages; under "background" one step later."""
         progress, structure, runtime = self._progress, self._structure, self._communicator
         self._capture.finish()
@@ -425,7 +467,7 @@ class Preconditioner:
             return
         wire, sides = structure.precision.wire, sums.sides
         with progress.phase("reduce", runtime):
-            sums.close(*self._shares_and_gain(count))
+            sums.close(shares, self._gain)
             if self._refreshes_in_background:
                 self._background.post(structure.groups, sums, runtime, progress, self._inspection, wire)
                 return
@@ -442,13 +484,13 @@ class Preconditioner:
             if is_update:
                 progress.record_factors(sides)
 
-    def _refresh(self, count: Count | None, damping: float, due: frozenset[Reads]) -> None:
+    def _refresh(self, shares: Shares, damping: float, due: frozenset[Reads]) -> None:
         """Decompose what is due on its owners, and exchange the results. Under "background" only start."""
         progress, structure, scheduler = self._progress, self._structure, self._scheduler
         with progress.phase("renew", self._communicator):
-            rows_updated = self._refresh_rows(count, damping)  # first, so that `observed` includes these layers
+            rows_updated = self._refresh_rows(shares, damping)  # first, so that `observed` includes these layers
             usable = self._inspection.usable(
-                structure.groups, observed(structure.groups), captured=self._captured_everything()
+                structure.groups, observed(structure.groups), self._failures, captured=self._captured_everything()
             )
             keys = usable
             if progress.last_inverses is not None and not self._refreshes_in_background:
@@ -475,13 +517,18 @@ class Preconditioner:
                 progress.record_inverses(due)
 
     def _continue_refresh(self, damping: float) -> None:
-        """Decompose the layers that the last refresh has left for this step."""
+        """Decompose the layers that the last refresh has left for this step, or whose statistics were not finite."""
         progress, structure = self._progress, self._structure
-        assert progress.last_inverses is not None
+        is_spread, retried = self._scheduler.is_spread(progress), self._inspection.not_finite
+        if not (is_spread or (retried and self._capture.wanted)):
+            return
         with progress.phase("renew", self._communicator):
-            seen = observed(structure.groups)
-            usable = self._inspection.usable(structure.groups, seen, captured=self._captured_everything())
-            keys = self._layers_at(usable, progress.last_inverses)
+            seen, captured = observed(structure.groups), self._captured_everything()
+            usable = self._inspection.usable(structure.groups, seen, self._failures, captured=captured)
+            keys = usable & retried
+            if is_spread:
+                assert progress.last_inverses is not None
+                keys |= self._layers_at(usable, progress.last_inverses)
             work = structure.groups, structure.plan, self._communicator, keys, damping
             run_tasks(*work, self._failures, structure.precision.wire)
 
@@ -497,7 +544,7 @@ class Preconditioner:
         rows = capture.rows.wanted or not structure.gathered
         return sums and rows and len(capture.sums.sides) == len(SIDES) and not self._refreshes_in_background
 
-    def _refresh_rows(self, count: Count | None, damping: float) -> bool:
+    def _refresh_rows(self, shares: Shares, damping: float) -> bool:
         """Select, gather and invert the rows of this step, and return whether any block was updated."""
         capture, structure = self._capture, self._structure
         skips = capture.sums.skip_step
@@ -515,7 +562,7 @@ class Preconditioner:
             step=self._progress.step,
             wire=structure.precision.wire,
         )
-        updated = refresh.run(structure.gathered, capture.rows, *self._shares_and_gain(count))
+        updated = refresh.run(structure.gathered, capture.rows, shares, self._gain)
         structure.plan = refresh.plan
         return updated
 
@@ -556,9 +603,10 @@ class Preconditioner:
         """Return whether `flag` is true on any rank. If ranks share no work, it is equal on all and not sent."""
         return self._communicator.any(flag) if self._structure.shares_work else flag
 
-    def _shares_and_gain(self, count: Count | None) -> tuple[Mapping[str, float], float | Tensor]:
-        """Return the part of each layer's samples or tokens that counts, and the factor of captured gradients."""
-        return self._capture.shares(count), self._scaling.of_captured(len(self._capture.backwards))
+    @property
+    def _gain(self) -> float | Tensor:
+        """The factor that makes captured gradients those of the losses of samples, without the number of samples."""
+        return self._scaling.of_captured(len(self._capture.backwards))
 
     # --- The model ----------------------------------------------------------------------------------------------
 

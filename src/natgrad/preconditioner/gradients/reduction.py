@@ -41,7 +41,7 @@ class _Rows:
 def reduce_gradients(
     model: nn.Module,
     runtime: Communicator,
-    samples: int,
+    samples: float | Tensor,
     *,
     summed: bool,
     groups: Sequence[BlockGroup] | None,
@@ -64,7 +64,7 @@ def reduce_gradients(
         return 1.0 / max(1, samples) if summed else 1.0
     total = _exchange_counters(trained, runtime, samples, step)
     # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
-    mean_weight = torch.where(total > 0, samples / total.clamp(min=1), 1 / runtime.ranks)
+    mean_weight = torch.where(total > 0, samples / total.where(total > 0, 1), 1 / runtime.ranks)
     weight = torch.ones_like(total) if summed else mean_weight
     rows = [_Rows(parameter, None, None) for parameter in trained]
     if groups is not None:
@@ -77,13 +77,16 @@ def reduce_gradients(
     return 1.0 / total.clamp(min=1).to(wide)
 
 
-def _exchange_counters(trained: list[nn.Parameter], runtime: Communicator, samples: int, step: int) -> Tensor:
+def _exchange_counters(
+    trained: list[nn.Parameter], runtime: Communicator, samples: float | Tensor, step: int
+) -> Tensor:
     """Return the number of samples of all ranks, and check that the ranks are at the same step.
 
     A gradient that is missing on this rank, but not on another one, becomes zeros.
     """
     has_gradient = [float(parameter.grad is not None) for parameter in trained]
-    counters = tensor_on(trained[0].device, [float(samples), *has_gradient, float(step)], torch.float64)
+    counters = tensor_on(trained[0].device, [0.0, *has_gradient, float(step)], torch.float64)
+    counters[0] = samples
     runtime.sum_(counters, "counters")
     if on_host(counters):
         _check_steps(counters[-1], step, runtime)

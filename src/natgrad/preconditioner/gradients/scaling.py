@@ -129,7 +129,7 @@ class Scaling:
         groups: Sequence[BlockGroup],
         runtime: Communicator,
         *,
-        samples: int,
+        samples: float | Tensor,
         backwards: int,
         step: int,
         to_owners: bool,
@@ -146,7 +146,8 @@ class Scaling:
             owned = groups if to_owners else None
             scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=owned, step=step)
         elif (self._summed or self._mixed) and device is not None:
-            total = tensor_on(device, [float(samples)], torch.float32)
+            total = torch.zeros(1, dtype=torch.float32, device=device)
+            total[0] = samples
             runtime.sum_(total, "counters")
             exact = total[0].to(dtype)  # float32 for float32 models, float64 for float64 models
             scale = runtime.ranks / exact.clamp(min=1)  # DDP divided a sum by P

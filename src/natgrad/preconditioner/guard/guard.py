@@ -114,6 +114,15 @@ class FailureCounters:
         pairs = [pair for members, stale in known for pair in zip(members, stale, strict=True)]
         return {member.layer.key for member, is_stale in pairs if is_stale}
 
+    def skipped_factors(self) -> set[str]:
+        """Return the keys of the layers whose last statistics were not finite. Waits."""
+        found = set()
+        for (kind, _), (group, streak) in self._streaks.items():
+            if kind == _FACTORS:
+                counted = streak.tolist()
+                found |= {member.layer.key for member in group.members if any(counted[member.blocks])}
+        return found
+
     def refresh_failures(self, group: BlockGroup) -> Tensor:
         """Return how often in a row the curvature of each layer of a group could not be refreshed ``[M]``."""
         known = [streak for (kind, key), (_, streak) in self._streaks.items() if key == id(group) and _is_refresh(kind)]

@@ -1,4 +1,4 @@
-"""Detect layers that are used in ways their modules do not show: tables not only looked up, forwards not called."""
+"""Detect layers without usable statistics: tables not only looked up, forwards not called, statistics not finite."""
 
 from __future__ import annotations
 
@@ -14,27 +14,36 @@ from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import local, own_rows
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
+from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 _MISUSED = "its weight serves more than lookups"
 _UNCALLED = "its forward was never called"
+_NOT_FINITE = "its statistics have not been finite yet"
 # The number of layers that a warning names.
 _NAMED = 5
 
 
 class Inspection:
-    """Finds layers that are not used through their modules' forward. Their gradients are not preconditioned."""
+    """Finds layers that are not used through their modules' forward. Their gradients are not preconditioned.
+
+    Attributes:
+        not_finite: The keys of the layers without curvature, because their statistics have not been finite yet.
+    """
 
     def __init__(self) -> None:
         self._looked = self._has_changed = False
         self._misused: set[str] = set()
         self._uncalled: set[str] = set()
+        self.not_finite: set[str] = set()
+        self._differentiated: set[str] = set()  # layers without statistics that have a gradient
         self._warned: set[str] = set()
 
     @property
     def reasons(self) -> dict[str, str]:
         """Why layers are not preconditioned, by layer key."""
-        return dict.fromkeys(self._uncalled, _UNCALLED) | dict.fromkeys(self._misused, _MISUSED)
+        found = dict.fromkeys(self.not_finite, _NOT_FINITE) | dict.fromkeys(self._uncalled, _UNCALLED)
+        return found | dict.fromkeys(self._misused, _MISUSED)
 
     @property
     def looked(self) -> bool:
@@ -68,19 +77,25 @@ class Inspection:
         runtime.sum_(found, "counters")
         self._misused = {layer.key for layer, stray in zip(tables, found.tolist(), strict=True) if stray > 0}
 
-    def usable(self, groups: list[BlockGroup], seen: set[str], *, captured: bool) -> set[str]:
+    def usable(
+        self, groups: list[BlockGroup], seen: set[str], failures: FailureCounters, *, captured: bool
+    ) -> set[str]:
         """Return the keys of the layers whose curvature may be refreshed, of those `seen`, which have statistics.
 
         `captured` says whether the hooks captured statistics in this step.
         """
+        self.not_finite = self.not_finite - seen
         if captured and not self._has_changed:
             # A rank that only uses its own samples may have gradients of samples that it has not captured.
             complete = (
                 group for group in groups if group.role.keeps_averages and group.role.assignment.sums != "alone"
             )
             received = (member.layer for group in complete for member in group.members)
-            unseen = (layer for layer in received if layer.key not in seen)
-            self._uncalled = {layer.key for layer in unseen if _has_gradient(layer)}
+            unseen = [layer for layer in received if layer.key not in seen]
+            skipped = failures.skipped_factors() if unseen else set()
+            self.not_finite = {layer.key for layer in unseen} & skipped
+            self._differentiated = {layer.key for layer in unseen if _has_gradient(layer)}
+            self._uncalled = self._differentiated - skipped
         # After loading a checkpoint, a layer without curvature may be one that was found before.
         waiting = (
             [] if self._looked else [m.layer.key for s, m in _tables(groups) if not s.state.ready[s.members.index(m)]]
@@ -96,6 +111,10 @@ class Inspection:
             "(head.weight = embedding.weight), and leave penalties on the weight to the optimizer",
         )
         self._warn(self._uncalled, "their layers were never called. Call the modules themselves")
+        self._warn(
+            self.not_finite & self._differentiated,
+            "their statistics are not finite, as after an overflow. natgrad tries again with the next ones",
+        )
 
     def _warn(self, keys: set[str], why: str) -> None:
         fresh = sorted(keys - self._warned)

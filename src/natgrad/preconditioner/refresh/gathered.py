@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad.capture.sampled import seed_of
-from natgrad.capture.sums import RowBuffer, Shares
+from natgrad.capture.sums import RowBuffer, Share, Shares
 from natgrad.curvature import kernel
 from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on
@@ -160,7 +160,7 @@ class RowRefresh:
         layers = [(group, member) for group in groups for member in group.members]
         names = [member.layer.name for _, member in layers]
         local = [float(rows.count(name)) for name in names]
-        local += [rows.sample_counts[name].samples * shares.get(name, 1.0) for name in names]
+        local += [float(rows.sample_counts[name].samples * shares.get(name, Share()).samples) for name in names]
         found = [local]
         if gathers and local:
             message = torch.tensor(local, dtype=torch.float64, device="cpu").to(groups[0].device)
@@ -206,7 +206,8 @@ class RowRefresh:
         names = [member.layer.name for member in run.layers]
         if rows.count(names[0]):
             # The gradients of sampled labels do not depend on the loss, its scale or its mean.
-            gains = [1.0 if group.curvature.likelihood is not None else gain * shares.get(name, 1.0) for name in names]
+            drawn = group.curvature.likelihood is not None
+            gains = [1.0 if drawn else gain * shares.get(name, Share()).gradients for name in names]
             taken = [rows.take(name, factor) for name, factor in zip(names, gains, strict=True)]
             A, G = (torch.cat(pieces) for pieces in zip(*taken, strict=True))
         else:
