@@ -4,7 +4,7 @@ VENV   ?= .venv
 READY  := $(VENV)/.ready
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/
 
-.PHONY: help setup demo test test-slow test-faults audit bench lint types check clean
+.PHONY: help setup demo test test-integrations test-slow test-faults audit bench lint types check clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,11 @@ else
 	$(RUN)python -m pytest -m "not slow" -n auto --dist loadfile
 endif
 
+test-integrations:  ## Run the tests inside transformers, Accelerate, PEFT, Lightning and timm, in an environment of their own
+	$(PYTHON) -m venv $(VENV)-integrations
+	$(VENV)-integrations/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
+	OMP_NUM_THREADS=1 $(VENV)-integrations/bin/python -m pytest tests/integrations -n auto --dist loadfile
+
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(RUN)python -m pytest -m slow
 
@@ -59,4 +64,4 @@ types: $(READY)
 check: lint types test  ## Lint, types and tests: what CI runs before a part of the faults
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-integrations runs .pytest_cache .mypy_cache .ruff_cache

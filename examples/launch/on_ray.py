@@ -12,7 +12,6 @@ from ray.train.torch import TorchTrainer
 FOLDER = str(Path(__file__).resolve().parent)
 
 
-
 def train() -> None:
     """Train on this worker."""
     sys.path.insert(0, FOLDER)

@@ -49,7 +49,8 @@ def create_optimizer(
             a parameter group of their own; or "all".
         clip_norm: The largest norm of the gradients (`natgrad.PreconditionedOptimizer`). None: any.
         **options: For "natural-muon" the other options of `natgrad.NaturalMuon`. Otherwise those of
-            `natgrad.Preconditioner` (where `reduction` is "auto" by default) and of the optimizer of torch.
+            `natgrad.Preconditioner` and of the optimizer of torch. `reduction` is "auto" by default. With "auto" and
+            "tokens" the attribute `count` of the result is "auto", so that masked labels are not counted.
 
     Returns:
         A `natgrad.NaturalMuon` or another `natgrad.PreconditionedOptimizer`, with the usual parameter groups.
@@ -76,7 +77,10 @@ def create_optimizer(
     optimizer = _BASES[base](_groups(model, weight_decay, decay), **rate, **own)
     others = {option: value for option, value in options.items() if option in _OPTIONS}
     preconditioner = Preconditioner(model, curvature, optimizer=optimizer, **{"reduction": "auto", **others})
-    return PreconditionedOptimizer(optimizer, preconditioner, clip_norm=clip_norm)
+    created = PreconditionedOptimizer(optimizer, preconditioner, clip_norm=clip_norm)
+    if options.get("reduction", "auto") in ("auto", "tokens"):
+        created.count = "auto"  # masked labels; a trainer passes no count
+    return created
 
 
 def resolve_name(name: str) -> tuple[str, str | None]:

@@ -144,9 +144,7 @@ class NaturalMuon(PreconditionedOptimizer):
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
         lr, weight_decay, eps = _numbers(lr=lr, weight_decay=weight_decay, eps=eps)
         check_number("interval", interval, "a number of steps >= 1", minimum=1)
-        _check_adamw(betas, decay)
-        allowed = "None with gradients='reduce': the norm of averaged gradients is known too late"
-        require(clip_norm is None or gradients == "averaged", "clip_norm", clip_norm, allowed)
+        _check_options(betas, decay, clip_norm, gradients)
         _check_patterns(head, heads, adamw, groups)
         root = unwrap(model)
         _check_modules(root)
@@ -324,11 +322,13 @@ def _check_modules(model: nn.Module) -> None:
     check_dense(model, "model", type(model).__name__, "AdamW, which moves embeddings,")
 
 
-def _check_adamw(betas: object, decay: object) -> None:
-    """Check the options of what AdamW moves."""
+def _check_options(betas: object, decay: object, clip_norm: object, gradients: str) -> None:
+    """Check options that only natural Muon has."""
     fits = isinstance(betas, Sequence) and len(betas) == 2 and all(is_number(one) and 0 <= one < 1 for one in betas)
     require(fits, "betas", betas, "two numbers in [0, 1)")
     require_one_of("decay", decay, "all", "matrices")
+    allowed = "None with gradients='reduce': the norm of averaged gradients is known too late"
+    require(clip_norm is None or gradients == "averaged", "clip_norm", clip_norm, allowed)
 
 
 def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
