@@ -46,7 +46,9 @@ def sharding():
     AcceleratorState().fsdp_plugin = plugin
 
 
-def trained(options, *, parts=1, prepared_first=False, folder=None, resume=False, shards=False, **arguments):
+def trained(
+    options, *, parts=1, prepared_first=False, folder=None, resume=False, shards=False, scaler=None, **arguments
+):
     """Train, in `parts` backward passes a step; save after half of the steps, or resume from there."""
     AcceleratorState._reset_state()
     if "RANK" in os.environ and PartialState._shared_state:
@@ -54,6 +56,8 @@ def trained(options, *, parts=1, prepared_first=False, folder=None, resume=False
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts, **arguments)
     if shards:
         sharding()
+    if scaler is not None:  # as a GPU's fp16 has one
+        accelerator.scaler, options = scaler, {**options, "scaler": scaler}
     network = model()
     if prepared_first:
         network = accelerator.prepare(network)

@@ -41,3 +41,13 @@ class TestOneProcess:
     def test_accumulation_equals_one_batch(self, name):
         found, expected = trained(OPTIMIZERS[name], parts=2), trained(OPTIMIZERS[name])
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+    def test_loss_scaling_changes_nothing(self, name):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        found = trained(OPTIMIZERS[name], scaler=scaler)
+        assert scaler.get_scale() > 1024.0
+        torch.testing.assert_close(found, trained(OPTIMIZERS[name]))
+
+    def test_bfloat16_is_close(self, name):
+        found, expected = trained(OPTIMIZERS[name], mixed_precision="bf16"), trained(OPTIMIZERS[name])
+        assert (found - expected).norm() < 0.02 * expected.norm()

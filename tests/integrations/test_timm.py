@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("timm")
 
 import timm
+from timm.utils import NativeScaler
 
 from natgrad.integrations.timm import create_optimizer_v2
 from tests.integrations.launch import launch
@@ -43,6 +44,21 @@ class TestOneProcess:
     def test_accumulation_equals_one_batch(self, name):
         found, expected = trained(OPTIMIZERS[name], parts=2)[0], trained(OPTIMIZERS[name])[0]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+    def test_loss_scaling_changes_nothing(self, name):
+        expected, _, _ = trained(OPTIMIZERS[name], parts=2)
+        found, _, _ = trained(OPTIMIZERS[name], parts=2, scaler=NativeScaler("cpu"))
+        torch.testing.assert_close(found, expected)
+
+    def test_bfloat16_is_close(self, name):
+        found, expected = trained(OPTIMIZERS[name], narrow=True)[0], trained(OPTIMIZERS[name])[0]
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_clipping_of_timm_suits_natural_muon():
+    found, _, _ = trained(MUON, scaler=NativeScaler("cpu"), clip=0.1)
+    expected, _, _ = trained({**MUON, "clip_norm": 0.1})
+    torch.testing.assert_close(found, expected)
 
 
 def test_biases_and_norms_are_not_decayed():

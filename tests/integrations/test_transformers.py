@@ -5,8 +5,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import Trainer, TrainingArguments
+
+import natgrad
+from natgrad.integrations.transformers import NatgradCallback
 from tests.integrations.launch import launch
-from tests.integrations.trainer_job import KFAC, MUON, trained, weights
+from tests.integrations.trainer_job import KFAC, MUON, model, samples, trained, weights
 
 OPTIMIZERS = {"muon": MUON, "kfac": KFAC}
 
@@ -37,7 +41,52 @@ class TestOneProcess:
         again = trained(tmp_path, OPTIMIZERS[name], resume=tmp_path / "checkpoint-4")
         assert weights(again).equal(weights(whole))
 
+    def test_loss_scaling_changes_nothing(self, tmp_path, name):
+        expected = weights(trained(tmp_path, OPTIMIZERS[name]))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        found = weights(trained(tmp_path, OPTIMIZERS[name], scaler=scaler))
+        assert scaler.get_scale() > 1024.0
+        torch.testing.assert_close(found, expected)
+
+    def test_trains_in_bfloat16(self, tmp_path, name):
+        trainer = trained(tmp_path, OPTIMIZERS[name], dtype=torch.float32, bf16=True, steps=40, logging_steps=10)
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        assert losses[-1] < losses[0]
+
+    def test_logs_its_share_of_the_time(self, tmp_path, name):
+        trainer = trained(tmp_path, OPTIMIZERS[name])
+        shares = [row["natgrad_overhead"] for row in trainer.state.log_history if "loss" in row]
+        assert shares
+        assert all(0 < share < 1 for share in shares)
+
+    def test_saves_the_best_model_completely(self, tmp_path, name):
+        arguments = {
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "save_strategy": "best",
+            "metric_for_best_model": "loss",
+        }
+        trainer = trained(tmp_path, OPTIMIZERS[name], evaluates=True, **arguments)
+        assert trainer.state.best_model_checkpoint is not None
+
     def test_accumulation_equals_one_batch(self, tmp_path, name):
         expected = weights(trained(tmp_path, OPTIMIZERS[name], batch=8))
         found = weights(trained(tmp_path, OPTIMIZERS[name], batch=4, gradient_accumulation_steps=2))
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+class TestClipping:
+    def test_of_the_trainer_is_warned_of_beside_another_optimizer(self, tmp_path):
+        with pytest.warns(natgrad.NatgradWarning, match=r"Pass max_grad_norm=0 .* and clip_norm=1 to natgrad"):
+            trained(tmp_path, KFAC, steps=1, max_grad_norm=1.0)
+
+    def test_of_the_trainer_suits_natural_muon(self, tmp_path):
+        expected = weights(trained(tmp_path, {**MUON, "clip_norm": 0.1}))
+        assert weights(trained(tmp_path, MUON, max_grad_norm=0.1)).equal(expected)
+
+
+def test_another_optimizer_is_refused_by_the_callback(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to=[])
+    trainer = Trainer(model(), arguments, train_dataset=samples(), callbacks=[NatgradCallback()])
+    with pytest.raises(natgrad.NatgradError, match="the trainer's optimizer is AdamW, not one of natgrad's: pass"):
+        trainer.train()

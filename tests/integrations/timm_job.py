@@ -28,14 +28,16 @@ def samples():
     return images, torch.randint(4, (STEPS, WHOLE), generator=generator)
 
 
-def trained(options, *, parts=1, state=None, stop=STEPS):
-    """Train; return the weights, the average of weights, and the state to resume from."""
+def trained(options, *, parts=1, state=None, stop=STEPS, scaler=None, narrow=False, clip=None):
+    """Train; return the weights, the average of weights, and the state to resume from. `scaler`: timm's."""
     torch.manual_seed(0)
     plain = timm.create_model("test_vit", num_classes=4, img_size=64).double()
     average = ModelEmaV3(plain, decay=0.9)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = DistributedDataParallel(plain) if ranks > 1 else plain
     optimizer = create_optimizer_v2(model, **options)
+    if scaler is not None:
+        optimizer.preconditioner.scaler = scaler._scaler
     scheduler, _ = create_scheduler_v2(
         optimizer, "cosine", num_epochs=STEPS, updates_per_epoch=1, step_on_epochs=False, warmup_epochs=1
     )
@@ -53,9 +55,14 @@ def trained(options, *, parts=1, state=None, stop=STEPS):
         for part in range(parts):
             place = (part * ranks + rank) * size
             own = slice(place, place + size)
-            loss = functional.cross_entropy(model(images[step, own]), labels[step, own]) / parts
-            loss.backward()
-        optimizer.step()
+            with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                loss = functional.cross_entropy(model(images[step, own]), labels[step, own]) / parts
+            if scaler is None:
+                loss.backward()
+            else:  # it takes the step too
+                scaler(loss, optimizer, clip, parameters=model.parameters(), need_update=part == parts - 1)
+        if scaler is None:
+            optimizer.step()
         average.update(plain, step=step)
     optimizer.consolidate_state_dict()
     state = {"step": stop, "model": plain.state_dict(), "average": average.module.state_dict()}

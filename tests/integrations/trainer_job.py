@@ -35,8 +35,10 @@ def model(dtype=torch.float64):
     return GPT2LMHeadModel(config).to(dtype)
 
 
-def trained(folder, optimizer, *, batch=4, steps=8, resume=None, callbacks=True, dtype=torch.float64, **arguments):
-    """Train; return the trainer."""
+def trained(
+    folder, optimizer, *, batch=4, steps=8, resume=None, dtype=torch.float64, scaler=None, evaluates=False, **arguments
+):
+    """Train; return the trainer. `scaler`: as a GPU's fp16 has one; Accelerate makes none on CPUs."""
     arguments = {"max_grad_norm": 0.0, "save_steps": 4, "logging_steps": 4, "report_to": [], **arguments}
     if "RANK" in os.environ:
         arguments["ddp_backend"] = "gloo"
@@ -51,9 +53,11 @@ def trained(folder, optimizer, *, batch=4, steps=8, resume=None, callbacks=True,
             **arguments,
         ),
         train_dataset=samples(),
+        eval_dataset=samples(8) if evaluates else None,
         optimizer_cls_and_kwargs=(OptimizerFactory, dict(optimizer)),
-        callbacks=[NatgradCallback()] if callbacks else [],
+        callbacks=[NatgradCallback()],
     )
+    trainer.accelerator.scaler = scaler
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 

@@ -39,7 +39,7 @@ class OptimizerFactory:
 
 
 class NatgradCallback(TrainerCallback):  # type: ignore[misc]
-    """Completes checkpoints of natgrad's optimizers, and logs their share of the time.
+    """Completes checkpoints of natgrad's optimizers, logs their share of the time, and tells them of loss scaling.
 
     Where each rank holds the curvature of its own layers only, the ranks send it to each other before a save. Each log
     has ``natgrad_overhead``, the share of the host's time since the last log that natgrad took.
@@ -61,6 +61,7 @@ class NatgradCallback(TrainerCallback):  # type: ignore[misc]
             NatgradError: if the trainer has another optimizer.
         """
         self._optimizer = optimizer = unwrapped(kwargs["optimizer"])
+        optimizer.preconditioner.scaler = getattr(kwargs["optimizer"], "scaler", None)
         self._last = self._seconds(), perf_counter()
         if args.max_grad_norm > 0 and not isinstance(optimizer, NaturalMuon):
             warnings.warn(

@@ -50,10 +50,15 @@ def check_arguments(model: object, optimizer: object, arguments: Mapping[str, An
     for name, allowed_kind in (("precision", Precision), ("guard", Guard)):
         value = arguments[name]
         require(value is None or isinstance(value, allowed_kind), name, value, f"a natgrad.{allowed_kind.__name__}")
-    scaler, seed = arguments["scaler"], arguments["seed"]
+    check_scaler(arguments["scaler"])
+    seed = arguments["seed"]
+    require(is_whole(seed), "seed", seed, "a whole number")
+
+
+def check_scaler(scaler: object) -> None:
+    """Check that `scaler` is one, or None."""
     fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
     require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
-    require(is_whole(seed), "seed", seed, "a whole number")
 
 
 def check_dense(model: nn.Module, name: str, value: object, reader: str) -> None:

@@ -31,6 +31,7 @@ from natgrad.preconditioner.arguments import (
     check_arguments,
     check_dense,
     check_joined,
+    check_scaler,
     resolve_group,
     unwrap,
     warn_of_missing_process_group,
@@ -723,6 +724,16 @@ class Preconditioner:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer whose learning rates the KL clip reads."""
         return self._clip.optimizer
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The ``GradScaler`` that scales the loss. Set it between two steps if it is made after this object."""
+        return self._scaling.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        check_scaler(scaler)
+        self._arguments["scaler"] = self._scaling.scaler = scaler
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return an iterator over the parameters that are preconditioned."""

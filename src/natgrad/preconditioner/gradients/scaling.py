@@ -23,6 +23,7 @@ class Scaling:
     Attributes:
         reductions: The reduction of the loss for each layer.
         reduces: Whether natgrad averages the gradients over the ranks.
+        scaler: The ``GradScaler`` that scales the loss.
         counts: Whether the samples of every step must be counted.
         of_sum: If the loss is a sum for some layers and a mean for others: the factor for gradients of the former, in
             addition to the scale of the latter. None: all layers have the same reduction.
@@ -48,14 +49,14 @@ class Scaling:
         self._divided = accumulation == "mean"
         allowed = "'averaged', where reduction is 'sum' for some layers and not for others"
         require(not (self._mixed and reduces), "gradients", "reduce", allowed)
-        self.reductions, self.reduces, self._scaler = reductions, reduces, scaler
+        self.reductions, self.reduces, self.scaler = reductions, reduces, scaler
         self.of_sum: float | Tensor | None = None
         self.counts = self._summed or self._mixed or reduces or not self._divided
 
     @property
     def skips(self) -> bool:
         """Whether the ``GradScaler`` may skip steps of the optimizer."""
-        return self._scaler is not None and self._scaler.is_enabled()
+        return self.scaler is not None and self.scaler.is_enabled()
 
     def describe(self) -> str:
         """Return a description of the settings that must be equal on all ranks."""
@@ -77,7 +78,7 @@ class Scaling:
 
     def _unscaled(self) -> list[dict[str, Any]]:
         """Return what the scaler knows of optimizers whose gradients it has unscaled since its last update."""
-        states = {} if self._scaler is None else self._scaler._per_optimizer_states
+        states = {} if self.scaler is None else self.scaler._per_optimizer_states
         return [state for state in states.values() if state["stage"].name == "UNSCALED"]
 
     def skip_step(self, runtime: Communicator, device: torch.device) -> Tensor | None:
@@ -114,7 +115,7 @@ class Scaling:
     @property
     def of_loss(self) -> float | Tensor:
         """The current scale of the ``GradScaler``; 1 without one."""
-        scale: Tensor | None = getattr(self._scaler, "_scale", None)
+        scale: Tensor | None = getattr(self.scaler, "_scale", None)
         return 1.0 if scale is None else scale
 
     def of_layer(self, layer: Layer) -> float | Tensor:
