@@ -82,6 +82,8 @@ def test_code_runs(section, tmp_path):
     for code in codes:
         assert len(code.splitlines()) < 10
         exec(compile(code, section, "exec"), used)
+    if section == "transformers":
+        used["trainer"].train()
     if section in ("transformers", "Accelerate"):
         after = used["model"].parameters()
         assert any(not one.equal(other) for one, other in zip(before, after, strict=True))

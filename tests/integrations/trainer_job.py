@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from natgrad.integrations.transformers import NatgradCallback, OptimizerFactory
 
@@ -26,13 +26,18 @@ def samples(count=96):
 
 
 def model(dtype=torch.float64):
-    """Return a GPT-2 of two small layers."""
+    """Return a Llama of two small layers. (GPT-2 looks its positions up once for all samples of a batch.)"""
     set_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        bos_token_id=0,
+        eos_token_id=0,
     )
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    return GPT2LMHeadModel(config).to(dtype)
+    return LlamaForCausalLM(config).to(dtype)
 
 
 def trained(
