@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests import device, thinning
+from tests import device, thinning, torchvision_operators
+
+torchvision_operators.declare()  # before torchmetrics imports it
 
 # Whether gradient hooks run in compiled models: backward graphs of torch 2.11 drop hooks without outputs.
 SEES_COMPILED = TorchVersion(torch.__version__) >= TorchVersion("2.13")
