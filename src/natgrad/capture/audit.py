@@ -132,8 +132,9 @@ class GradientAudit:
         if self._reduces:
             averaged = "they are averaged over the ranks already (pass gradients='averaged')"
         return (
-            "Possible causes: a GradScaler without scaler=; the wrong accumulation=; gradients clipped, divided or "
-            "otherwise changed before step(); step() called on every micro-batch; no optimizer.zero_grad() after the "
+            "Possible causes: a GradScaler without scaler=; the wrong accumulation=; gradients clipped before step() "
+            "(in a trainer turn its clipping off, as by max_grad_norm=0, and pass clip_norm= to natgrad), divided or "
+            "otherwise changed; step() called on every micro-batch; no optimizer.zero_grad() after the "
             f"last step; {averaged}. If a term of the loss depends on the parameters directly (a penalty, or a weight "
             "that another layer uses), ignore this warning"
         )
