@@ -17,7 +17,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import natgrad
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, load_and_train, place, train
+from tests.distributed.jobs import (
+    Job,
+    Training,
+    assert_bit_identical,
+    assert_close,
+    batch,
+    load_and_train,
+    place,
+    train,
+)
 
 OPTIMIZERS = {
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -100,12 +109,21 @@ def test_get_and_set_state_dict(ranks, kind):
         assert_bit_identical(list(pair))
 
 
+def step_whole(joined):
+    """Step with the one optimizer object."""
+    inputs, targets = batch(1, 8)
+    joined.both.zero_grad()
+    nn.functional.cross_entropy(joined.wrapped(inputs), targets).backward()
+    joined.both.step()
+
+
 def lose_the_preconditioner():
     first, second = Joined("adamw"), Joined("adamw")
     first.step(0)
     state = get_optimizer_state_dict(first.wrapped, first.both)
+    set_optimizer_state_dict(second.wrapped, second.both, state)
     with pytest.warns(natgrad.NatgradWarning, match="without the preconditioner's"):
-        set_optimizer_state_dict(second.wrapped, second.both, state)
+        step_whole(second)
     first.both.load_state_dict(first.optimizer.state_dict())  # has its own: no warning
     state = first.both.state_dict()
     second.both.load_state_dict(state)

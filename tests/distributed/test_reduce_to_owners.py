@@ -94,7 +94,7 @@ def train_odd(how, steps):
     """The samples that pass through the branch are those of one rank of four, and in step 2 nobody's."""
     rank, ranks = place()
     model = Odd()
-    curvature = {"attention.out_proj": None, "*": natgrad.KFAC()}
+    curvature = {"attention.out_proj": None, "stray": None, "*": natgrad.KFAC()}
     preconditioner = natgrad.Preconditioner(
         model, curvature, damping=0.3, refresh=natgrad.Refresh(factors=100, inverses=100), **how
     )

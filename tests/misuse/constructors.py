@@ -190,6 +190,11 @@ CASES = {
         lambda both: train(both.preconditioner._model, None, both),
         both,
     ),
+    "create_optimizer": Case(
+        natgrad.create_optimizer,
+        lambda created: train(created.preconditioner._model, None, created),
+        lambda: {"model": network()},
+    ),
     "NaturalMuon": Case(
         natgrad.NaturalMuon,
         lambda muon: train(muon.preconditioner._model, None, muon),

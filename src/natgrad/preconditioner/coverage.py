@@ -280,7 +280,10 @@ def warn_of_uncovered(coverage: Coverage) -> None:
     """Warn if few elements of weight matrices are covered, apart from those that are left out on purpose."""
     slots = {slot.identity: slot for layer, _ in coverage.layers for slot in layer.slots}
     covered = sum(prod(slot.shape) for slot in slots.values() if _is_matrix(slot.shape))
+    # A module around others has positions or tokens of its own rather than weights.
+    outer = {above for name in coverage.order for above in _ancestors(name.rpartition(".")[0])}
     left = [one for one in coverage.left if _is_matrix(one.shape) and not one.is_intended]
+    left = [one for one in left if one.parameter.rpartition(".")[0] not in outer]
     left.sort(key=lambda one: prod(one.shape), reverse=True)
     share = covered / max(1, covered + sum(prod(one.shape) for one in left))
     if not (coverage.layers and left) or share >= _ENOUGH:
@@ -292,6 +295,13 @@ def warn_of_uncovered(coverage: Coverage) -> None:
         NatgradWarning,
         stacklevel=4,
     )
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a module."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _is_matrix(shape: tuple[int, ...]) -> bool:
