@@ -70,8 +70,14 @@ def test_biases_and_norms_are_not_decayed(name):
         ),
         ({"name": "sgd+kfca"}, r"did you mean 'sgd\+kfac'"),
         ({"name": "natural-moun"}, "did you mean 'natural-muon'"),
-        ({"name": "sgd+kfac", "momentun": 0.9}, "momentun must be left out: the options of 'sgd.kfac' are .* momentum"),
-        ({"interva": 3}, "interva must be left out: the options of 'natural-muon' are .* interval"),
+        (
+            {"name": "sgd+kfac", "momentun": 0.9},
+            r"must be momentum \(did you mean that\?\), .* of 'sgd.kfac': .*clip_norm",
+        ),
+        (
+            {"interva": 3},
+            r"interva must be interval \(did you mean that\?\), or another of the options of 'natural-muon'",
+        ),
         ({"name": "rprop+kfac", "weight_decay": 0.1}, "weight_decay must be 0, as rprop has none"),
         ({"clip_norm": 0.0}, "clip_norm must be a number above 0, or None"),
         ({"clip_norm": 1.0, "gradients": "reduce"}, "clip_norm must be None with gradients='reduce'"),
@@ -86,6 +92,30 @@ def test_refuses(arguments, message):
 def test_parameters_in_the_place_of_the_model_are_refused_with_the_reason():
     with pytest.raises(ValueError, match=r"an nn\.Module, not its parameters: natgrad attaches hooks to the layers"):
         natgrad.create_optimizer(model().parameters())
+
+
+def test_a_curvature_with_options_replaces_that_of_the_name():
+    curvature = natgrad.KFAC(form="inverse")
+    optimizer = natgrad.create_optimizer(model(), "sgd+kfac", lr=0.1, curvature=curvature)
+    assert optimizer.preconditioner.curvature is curvature
+
+
+@pytest.mark.parametrize(("name", "bounded"), [("sgd+kfac", True), ("adamw+kfac", False)])
+def test_the_kl_clip_is_for_sgd(name, bounded):
+    network = model()
+    optimizer = natgrad.create_optimizer(network, name, lr=10.0)
+    train(network, optimizer, steps=1)
+    assert (float(optimizer.metrics()["kl_scale"]) < 1) == bounded
+
+
+@pytest.mark.parametrize(("saved", "built"), [("adamw+kfac", "sgd+kfac"), ("sgd+kfac", "adamw+kfac")])
+def test_the_state_of_another_optimizer_is_refused(saved, built):
+    network = model()
+    one = natgrad.create_optimizer(network, saved, lr=0.1)
+    train(network, one, steps=1)
+    other = natgrad.create_optimizer(network, built, lr=0.1)
+    with pytest.raises(ValueError, match=r"state_dict\['param_groups'\] must be those of (SGD|AdamW), with "):
+        other.load_state_dict(one.state_dict())
 
 
 class TestClipping:
@@ -109,7 +139,72 @@ class TestClipping:
             cross_entropy(other(inputs), labels).backward()
             nn.utils.clip_grad_norm_(other.parameters(), 0.1)
             optimizer.step()
-        assert found.equal(torch.cat([one.detach().flatten() for one in other.parameters()]))
+        torch.testing.assert_close(found, torch.cat([one.detach().flatten() for one in other.parameters()]))
+
+    def test_leaves_gradients_that_are_not_finite_to_the_guard(self):
+        network = model()
+        optimizer = natgrad.create_optimizer(network, lr=1e-2, clip_norm=1.0)
+        inputs, labels = batch(0)
+        cross_entropy(network(inputs), labels).backward()
+        network[3].weight.grad[0, 0] = float("nan")
+        optimizer.step()
+        assert all(one.isfinite().all() for one in network.parameters())
+
+    def test_of_a_refused_step_changes_nothing(self):
+        network = model()
+        optimizer = natgrad.create_optimizer(network, lr=1e-2, clip_norm=1e-3)
+        inputs, labels = batch(0)
+        cross_entropy(network(inputs), labels).backward()
+        before = [one.grad.clone() for one in network.parameters()]
+        with pytest.raises(ValueError, match="count"):
+            optimizer.step(count=-1)
+        assert all(one.grad.equal(old) for one, old in zip(network.parameters(), before, strict=True))
+
+    @pytest.mark.filterwarnings("ignore:natgrad has curvature for")
+    def test_of_sparse_gradients_is_refused(self):
+        network = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3), nn.Linear(3, 2))
+        with pytest.raises(
+            ValueError, match=r"clip_norm=1\.0 is not allowed: clip_norm must be one without sparse=True"
+        ):
+            natgrad.create_optimizer(network, "sgd+kfac", clip_norm=1.0)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["natural-muon", "sgd+kfac"])
+class TestChanges:
+    def test_thawed_layers_are_trained(self, name, weight_decay):
+        network = model()
+        network[0].requires_grad_(False)
+        optimizer = natgrad.create_optimizer(network, name, lr=1e-2, weight_decay=weight_decay)
+        train(network, optimizer, steps=1)
+        network[0].requires_grad_(True)
+        before = network[0].weight.detach().clone()
+        train(network, optimizer, steps=2)
+        assert not network[0].weight.equal(before)
+
+    def test_added_layers_are_trained(self, name, weight_decay):
+        network = model()
+        optimizer = natgrad.create_optimizer(network, name, lr=1e-2, weight_decay=weight_decay)
+        train(network, optimizer, steps=1)
+        network.insert(1, nn.Linear(8, 8).double())
+        before = [one.detach().clone() for one in network[1].parameters()]
+        train(network, optimizer, steps=2)
+        assert not any(one.equal(old) for one, old in zip(network[1].parameters(), before, strict=True))
+
+
+def test_a_count_after_passes_for_the_automatic_one_is_refused():
+    network = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimizer = natgrad.create_optimizer(network, "sgd+kfac", reduction="tokens")
+    inputs, labels = torch.randn(2, 4, 5, dtype=torch.float64), torch.zeros(8, dtype=torch.long)
+    cross_entropy(network(inputs).flatten(0, 1), labels).backward()
+    with pytest.raises(
+        natgrad.NatgradError, match=r"step\(count=8\) follows passes that were captured for the count 'auto'"
+    ):
+        optimizer.step(count=8)
+    optimizer.zero_grad()
+    optimizer.count = None
+    cross_entropy(network(inputs).flatten(0, 1), labels).backward()
+    optimizer.step(count=8)
 
 
 class TestLoadingWithoutCurvature:

@@ -1,11 +1,14 @@
 """natgrad with timm's models, scheduler and average of weights."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("timm")
 
 import timm
+from timm.optim import optimizer_kwargs
 from timm.utils import NativeScaler
 
 from natgrad.integrations.timm import create_optimizer_v2
@@ -68,6 +71,17 @@ def test_biases_and_norms_are_not_decayed():
     names = {name for name, one in model.named_parameters() if id(one) in decayed}
     assert "blocks.0.mlp.fc1.weight" in names
     assert not any(name.endswith("bias") or "norm" in name for name in names)
+
+
+def test_takes_the_arguments_of_timms_script():
+    parsed = {"opt": "natural-muon", "lr": 1e-2, "weight_decay": 0.05, "momentum": 0.9, "layer_decay": None}
+    arguments = SimpleNamespace(**parsed, layer_decay_min_scale=0, layer_decay_no_opt_scale=None)
+    model = timm.create_model("test_vit")
+    optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=arguments))
+    decayed = {id(one) for group in optimizer.param_groups if group["weight_decay"] for one in group["params"]}
+    exempt = model.no_weight_decay()
+    assert exempt
+    assert not any(id(one) in decayed for name, one in model.named_parameters() if name in exempt)
 
 
 def test_layer_decay_is_refused():

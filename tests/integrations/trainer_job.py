@@ -72,9 +72,24 @@ def weights(trainer):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).double()
 
 
+# When rank 0 saves: "best" decides after an evaluation. A resumed run starts from the first checkpoint.
+SAVING = {
+    "steps": {},
+    "epoch": {"save_strategy": "epoch"},
+    "best": {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "loss"},
+}
+
+
 def main(folder):
-    """Train with each optimizer and placement, resume, and write the weights and what differs after resuming."""
+    """Train with each optimizer and placement, resume, and write the weights."""
     rank, found = int(os.environ["RANK"]), {}
+    for name, chosen in SAVING.items():
+        out, options = folder / name, {**MUON, "placement": "mem-opt"}
+        arguments = {**chosen, "steps": 16 if name == "epoch" else 8, "evaluates": name == "best"}
+        whole = trained(out, options, **arguments)
+        first = min(out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        again = trained(out, options, resume=first, **arguments)
+        found[f"saving {name}"] = torch.equal(weights(whole), weights(again))
     for name, options in {"muon": MUON, "kfac": KFAC}.items():
         for placement in ("comm-opt", "mem-opt"):
             key, out = f"{name} {placement}", folder / f"{name}-{placement}"

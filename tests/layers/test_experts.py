@@ -1,6 +1,7 @@
 """Experts that are slices of one parameter are preconditioned as linear layers of their own."""
 
 import functools
+from types import FunctionType
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ def fused(forward):
         outputs = torch.einsum("eio,...eo->...ei", self.down, states)
         return torch.gather(outputs, -2, chosen[..., None, None].expand(*chosen.shape, 1, SIZE)).squeeze(-2)
 
-    return run
+    names = {**globals(), "__name__": "transformers.integrations.moe"}  # where such decorators come from
+    return functools.update_wrapper(FunctionType(run.__code__, names, closure=run.__closure__), forward)
 
 
 class Experts(nn.Module):
@@ -135,6 +137,25 @@ def test_natural_muon_moves_them():
 class Batched(Experts):
     def forward(self, x, chosen):
         return torch.einsum("eoi,...i->...o", self.up, x) @ self.down[0].T
+
+
+def tenfold(forward):
+    """A decorator of the user."""
+
+    @functools.wraps(forward)
+    def run(self, x, chosen):
+        return 10 * forward(self, x, chosen)
+
+    return run
+
+
+class Tenfold(Experts):
+    forward = tenfold(Experts.forward)
+
+
+def test_experts_with_another_decorator_are_left_to_the_optimizer():
+    with pytest.warns(natgrad.NatgradWarning, match="no layer type covers Tenfold"):
+        natgrad.Preconditioner(Model(Tenfold()))
 
 
 def test_experts_without_linear_are_left_to_the_optimizer():

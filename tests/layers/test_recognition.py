@@ -115,6 +115,20 @@ class Squared(RMS):
         return super().forward(x) * self.weight
 
 
+class Gated(RMS):
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * gate)
+
+
+class ScaleNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(1)), 1e-5
+
+    def forward(self, x):
+        return self.weight * x / x.norm(dim=-1, keepdim=True).clamp(min=self.eps)
+
+
 class Scaled(nn.Embedding):
     def forward(self, ids):
         return super().forward(ids) * 2
@@ -204,6 +218,8 @@ def test_a_module_that_computes_the_same_is_preconditioned_in_the_same_way(modul
         Squared(4),
         Scaled(7, 4),
         nn.PReLU(4),
+        Gated(4),
+        ScaleNorm(),
     ],
     ids=lambda module: type(module).__name__,
 )

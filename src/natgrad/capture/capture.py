@@ -48,6 +48,7 @@ class Capture:
         wanted: Whether the next step needs sums. (`RowBuffer.wanted`: whether it needs rows.)
         counts_samples: Whether to count the samples of every pass, also in steps without statistics.
         automatic: Whether the count of the next step is "auto". Then all its passes have the same scale. None: unknown.
+        counts_later: Whether passes since the last step were captured for the count "auto".
         captured: The layers whose statistics this rank captures.
         rows: The rows of layers whose statistics are gathered.
         audit: Compares gradients with those that the hooks see.
@@ -69,6 +70,7 @@ class Capture:
         self._loss: int | None = None  # the last backward pass of the loss
         self.fills = False
         self.automatic: bool | None = None
+        self.counts_later = False
         self._may_be_masked = True  # whether to look for masks that the user has not told of
         self.wanted = True
         self.captured: set[str] = set()
@@ -265,6 +267,7 @@ class Capture:
         self._loss = None
         self.forward.reset()
         self._terms.clear()
+        self.counts_later = False
         self.audit.forget()
         self.sums.reset()
         self.rows.reset()
@@ -428,9 +431,10 @@ class Capture:
             if not known_all(counted):
                 rows = rows.masked(counted)
         rows, gradients = by_sample(rows, samples), by_sample(gradients, samples)
-        uniform = reduction == "tokens" and self.automatic
-        is_known = self._sampling or reduction == "sum" or uniform  # else the number of terms of this pass is the scale
-        scale = 1.0 if is_known else float(self._terms.of(name).of_loss[task])
+        counts_later = reduction == "tokens" and bool(self.automatic)  # in `step`, for all passes together
+        self.counts_later = self.counts_later or counts_later
+        has_scale_one = self._sampling or reduction == "sum" or counts_later
+        scale = 1.0 if has_scale_one else float(self._terms.of(name).of_loss[task])
         if use.curvature.sum_positions:
             self._pool(name, task, rows, gradients, scale)
             if not self._expects_more_uses(use):

@@ -34,8 +34,10 @@ def create_optimizer_v2(
     Raises:
         ValueError: as `natgrad.create_optimizer`; for the layer decay and parameter groups of timm.
     """
-    for name in kwargs.keys() & {"layer_decay", "param_group_fn", "simple_layer_decay"}:
-        require(kwargs.pop(name) in (None, False), name, True, "left out: natgrad makes the parameter groups")
+    for name in ("layer_decay", "param_group_fn"):
+        require(kwargs.pop(name, None) is None, name, True, "left out: natgrad makes the parameter groups")
+    for name in ("layer_decay_min_scale", "layer_decay_no_opt_scale"):  # timm's scripts pass their defaults
+        kwargs.pop(name, None)
     if resolve_name(opt)[0] in ("naturalmuon", "sgd"):
         kwargs["momentum"] = momentum
     decay: Any = "matrices" if filter_bias_and_bn else "all"

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from natgrad.errors import NatgradError, NatgradWarning
+from natgrad.errors import NatgradWarning
 from natgrad.preconditioner.create import create_optimizer
 from natgrad.preconditioner.natural_muon import NaturalMuon
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -39,7 +39,7 @@ class OptimizerFactory:
 
 
 class NatgradCallback(TrainerCallback):  # type: ignore[misc]
-    """Completes checkpoints of natgrad's optimizers, logs their share of the time, and tells them of loss scaling.
+    """Completes checkpoints of natgrad's optimizers, gives them the loss scale, and logs their share of the time.
 
     Where each rank holds the curvature of its own layers only, the ranks send it to each other before a save. Each log
     has ``natgrad_overhead``, the share of the host's time since the last log that natgrad took.
@@ -55,21 +55,30 @@ class NatgradCallback(TrainerCallback):  # type: ignore[misc]
         """Find the optimizer.
 
         Warns:
-            NatgradWarning: if the trainer clips gradients before they are preconditioned.
-
-        Raises:
-            NatgradError: if the trainer has another optimizer.
+            NatgradWarning: if the optimizer is not one of natgrad's; if the trainer clips gradients before they are
+                preconditioned; if the weight decay of the arguments is not that of the optimizer.
         """
-        self._optimizer = optimizer = unwrapped(kwargs["optimizer"])
-        optimizer.preconditioner.scaler = getattr(kwargs["optimizer"], "scaler", None)
+        optimizer = unwrapped(kwargs["optimizer"])
+        if not isinstance(optimizer, PreconditionedOptimizer):
+            _warn(
+                f"the trainer's optimizer is {type(optimizer).__name__}, not one of natgrad's: pass "
+                "optimizer_cls_and_kwargs=(natgrad.integrations.transformers.OptimizerFactory, {...})"
+            )
+            return
+        self._optimizer = optimizer
+        scaler = getattr(kwargs["optimizer"], "scaler", None)
+        if scaler is not None:
+            optimizer.preconditioner.scaler = scaler
         self._last = self._seconds(), perf_counter()
         if args.max_grad_norm > 0 and not isinstance(optimizer, NaturalMuon):
-            warnings.warn(
-                f"natgrad: the trainer clips gradients to {args.max_grad_norm:g} before they are preconditioned. Pass "
-                f"max_grad_norm=0 in the TrainingArguments, and clip_norm={args.max_grad_norm:g} to natgrad, to clip "
-                "what the optimizer gets",
-                NatgradWarning,
-                stacklevel=2,
+            instead = f", and clip_norm={args.max_grad_norm:g} to natgrad to clip what the optimizer gets"
+            _warn(
+                f"the trainer clips gradients to {args.max_grad_norm:g} before they are preconditioned. Pass "
+                f"max_grad_norm=0 in the TrainingArguments{'' if optimizer.clip_norm else instead}"
+            )
+        if args.weight_decay and not any(group.get("weight_decay") for group in optimizer.param_groups):
+            _warn(
+                f"weight_decay={args.weight_decay:g} of the TrainingArguments is not used: pass weight_decay to natgrad"
             )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -113,16 +122,11 @@ class NatgradCallback(TrainerCallback):  # type: ignore[misc]
         return sum(float(metrics.get(name, 0.0)) for name in _SECONDS)
 
 
-def unwrapped(optimizer: Optimizer | None) -> PreconditionedOptimizer:
-    """Return natgrad's optimizer inside Accelerate's wrapper.
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside Accelerate's wrapper."""
+    inner: Optimizer = optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
+    return inner
 
-    Raises:
-        NatgradError: if it is another one.
-    """
-    inner = getattr(optimizer, "optimizer", None) if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
-    if isinstance(inner, PreconditionedOptimizer):
-        return inner
-    raise NatgradError(
-        f"the trainer's optimizer is {type(inner).__name__}, not one of natgrad's: pass "
-        "optimizer_cls_and_kwargs=(natgrad.integrations.transformers.OptimizerFactory, {...})"
-    )
+
+def _warn(message: str) -> None:
+    warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=3)

@@ -6,7 +6,6 @@ slice, its inputs and its outputs: the forward that the class defines, not a fus
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -28,8 +27,18 @@ def has_experts(module: nn.Module) -> bool:
         return False
     if any(p is None or is_lazy(p) or p.ndim != 3 or not p.is_contiguous() for p in parameters.values()):
         return False
-    forward = inspect.unwrap(type(module).forward)
-    return isinstance(forward, FunctionType) and {"linear", *parameters} <= {*forward.__code__.co_names}
+    forward = _undecorated(type(module))
+    return forward is not None and {"linear", *parameters} <= {*forward.__code__.co_names}
+
+
+def _undecorated(kind: type[nn.Module]) -> FunctionType | None:
+    """Return the forward that a class defines below the decorators of transformers. None: there are others."""
+    forward: Any = kind.forward
+    while hasattr(forward, "__wrapped__"):
+        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return None
+        forward = forward.__wrapped__
+    return forward if isinstance(forward, FunctionType) else None
 
 
 def expert_layers(name: str, module: nn.Module) -> Sequence[Layer] | str:
@@ -55,7 +64,8 @@ class ExpertsForward(ObservedForward):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        forward = inspect.unwrap(type(module).forward)
+        forward = _undecorated(type(module))
+        assert forward is not None
         functional = SimpleNamespace(**{**vars(F), "linear": self._linear})
         layers = SimpleNamespace(**{**vars(nn), "functional": functional})
         known = {
@@ -76,8 +86,11 @@ class ExpertsForward(ObservedForward):
         module = self._module()
         assert module is not None
         for leaf, parameter in module._parameters.items():
-            if parameter is not None and weight._base is parameter and weight.shape == parameter.shape[1:]:
-                self.report(f"{leaf}.{weight.storage_offset() // weight.numel()}", inputs, output)
+            if parameter is None or weight._base is not parameter:
+                continue
+            if (weight.shape, weight.stride()) == (parameter.shape[1:], parameter.stride()[1:]):
+                begin = weight.storage_offset() - parameter.storage_offset()
+                self.report(f"{leaf}.{begin // weight.numel()}", inputs, output)
         return output
 
 

@@ -7,11 +7,11 @@ buffers and random numbers of the training are touched.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ _CHANNEL_NORMS: dict[type[nn.Module] | None, int] = {
     nn.InstanceNorm3d: 5,
 }
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
+_ROWS = 64
+"""The rows of tables and linear layers that are compared."""
 
 _TOLERANCE = 1e-4
 """The largest difference between outputs, relative to the largest output."""
@@ -77,6 +80,8 @@ def has_one_weight(module: nn.Module) -> bool:
 def _candidates(module: nn.Module, base: type[nn.Module] | None) -> Iterator[Form]:
     """Yield the forms that a module may have, by its parameters, buffers and attributes."""
     weight = module._parameters.get("weight")
+    if _arguments(type(module)) > (1 if base is None else _arguments(base)):
+        return  # such as a gate
     children = [child for child in module._modules.values() if child is not None]
     buffers = module._buffers.keys() - (_STATISTICS if base in _CHANNEL_NORMS else set())
     if weight is None or buffers or any([*child.parameters(), *child.buffers()] for child in children):
@@ -88,12 +93,17 @@ def _candidates(module: nn.Module, base: type[nn.Module] | None) -> Iterator[For
             yield Form(base or nn.Linear)
     elif base is not None and base in _CHANNEL_NORMS:
         yield Form(base, is_followed=bool(children))
-    elif base in (nn.LayerNorm, nn.RMSNorm, None):
+    elif base in (nn.LayerNorm, nn.RMSNorm, None) and weight.numel() > 1:
         numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1}
         for eps in sorted(numbers) if base is None else [vars(module).get("eps")]:
             for kind in (nn.RMSNorm, nn.LayerNorm) if base is None else (base,):
                 yield Form(kind, eps, channels_first=False, is_followed=bool(children))
                 yield Form(kind, eps, channels_first=True, is_followed=bool(children))
+
+
+def _arguments(kind: type[nn.Module]) -> int:
+    """Return how many arguments a class's forward takes, besides the module."""
+    return len(inspect.signature(kind.forward).parameters) - 1
 
 
 @torch.no_grad()
@@ -110,7 +120,7 @@ def _agrees(module: nn.Module, form: Form) -> bool:
 def _agrees_in_mode(module: nn.Module, form: Form, *, training: bool) -> bool:
     numbers = torch.Generator().manual_seed(0)
     parameters = {
-        name: None if parameter is None else _random(parameter.shape, numbers)
+        name: None if parameter is None else _random(_shape(parameter, form), numbers)
         for name, parameter in module._parameters.items()
     }
     inputs = _inputs(module, form, numbers)
@@ -132,6 +142,12 @@ def _agrees_in_mode(module: nn.Module, form: Form, *, training: bool) -> bool:
     return _equal(outputs - _call(module, type(module), zeros, inputs, training=training), expected)
 
 
+def _shape(parameter: Tensor, form: Form) -> torch.Size:
+    """Return the shape of a parameter, with fewer rows if it is that of a large table or linear layer."""
+    rows = _ROWS if form.base in (nn.Linear, nn.Embedding) else len(parameter)
+    return torch.Size((min(len(parameter), rows), *parameter.shape[1:]))
+
+
 def _equal(outputs: Tensor, expected: Tensor) -> bool:
     largest = float(expected.abs().max())
     return outputs.shape == expected.shape and float((outputs - expected).abs().max()) <= _TOLERANCE * largest
@@ -144,7 +160,7 @@ def _call(
     twin = object.__new__(kind)
     numbers = torch.Generator().manual_seed(1)
     buffers = {
-        name: None if buffer is None else torch.rand(buffer.shape, generator=numbers) + 0.5
+        name: None if buffer is None else torch.rand(buffer.shape, generator=numbers, dtype=torch.float32) + 0.5
         for name, buffer in module._buffers.items()
     }
     twin.__dict__ = {
@@ -160,37 +176,40 @@ def _call(
 
 
 def _copies(module: nn.Module, *, training: bool) -> dict[str, nn.Module | None]:
-    """Return copies of the submodules in one mode."""
-    return {name: None if child is None else deepcopy(child).train(training) for name, child in module._modules.items()}
+    """Return copies of the submodules in one mode, without hooks."""
+    copies = {name: deepcopy(child) for name, child in module._modules.items()}
+    for inner in (inner for child in copies.values() if child is not None for inner in child.modules()):
+        inner.training = training
+        inner._forward_hooks.clear()
+        inner._forward_pre_hooks.clear()
+    return copies
 
 
 def _random(shape: torch.Size, numbers: torch.Generator) -> Tensor:
-    """Return a matrix of `numbers` whose rows overlap in memory, so that large ones take neither memory nor time."""
-    rows, columns = shape[0], prod(shape[1:])
-    vector = torch.randn(2 * rows + columns, generator=numbers)
-    return vector.unfold(0, columns, 2)[:rows].view(shape)
+    """Return random numbers."""
+    return torch.randn(shape, generator=numbers, dtype=torch.float32)
 
 
 def _inputs(module: Any, form: Form, numbers: torch.Generator) -> Tensor:
     """Return inputs of two samples; those of norms are so small that ε matters, with a mean."""
     weight = module._parameters["weight"]
     if form.base is nn.Linear:
-        return torch.randn(2, 3, weight.shape[1], generator=numbers)
+        return torch.randn(2, 3, weight.shape[1], generator=numbers, dtype=torch.float32)
     if form.base is nn.Embedding:
-        return torch.arange(6).remainder(len(weight)).view(2, 3)
+        return torch.arange(6).remainder(min(len(weight), _ROWS)).view(2, 3)
     if form.base in _CONVOLUTIONS:
         # Just more than two positions, so that paddings that depend on the size differ.
         sizes = [
             d * (k - 1) + s + 2 for d, k, s in zip(module.dilation, module.kernel_size, module.stride, strict=True)
         ]
-        return torch.randn(2, module.in_channels, *sizes, generator=numbers)
+        return torch.randn(2, module.in_channels, *sizes, generator=numbers, dtype=torch.float32)
     if form.base in _CHANNEL_NORMS:
         shape = (2, len(weight), *(3,) * (_CHANNEL_NORMS[form.base] - 2))
         scale = float(module.eps) ** 0.5
     else:
         shape = (2, len(weight), 3, 3) if form.channels_first else (2, 3, *weight.shape)
         scale = (form.eps or 1e-6) ** 0.5
-    return (torch.randn(shape, generator=numbers) + 0.5).mul_(scale)
+    return (torch.randn(shape, generator=numbers, dtype=torch.float32) + 0.5).mul_(scale)
 
 
 def _normalised(module: nn.Module, form: Form, inputs: Tensor, *, training: bool) -> Tensor:

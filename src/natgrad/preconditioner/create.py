@@ -13,18 +13,19 @@ from torch.optim import Optimizer
 
 from natgrad.curvature import BY_NAME
 from natgrad.errors import require, require_one_of
-from natgrad.preconditioner.natural_muon import NaturalMuon, decayed
+from natgrad.preconditioner.membership import decayed
+from natgrad.preconditioner.natural_muon import NaturalMuon
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 from natgrad.preconditioner.preconditioner import Preconditioner
 
-# Those that move any parameter by its gradient alone.
+# SparseAdam takes sparse gradients alone, Muon matrices alone, and LBFGS a closure that it calls again.
 _EXCLUDED = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}
 _BASES: dict[str, type[Optimizer]] = {
     name.lower(): value
     for name, value in vars(torch.optim).items()
     if isinstance(value, type) and issubclass(value, Optimizer) and name not in _EXCLUDED
 }
-_OPTIONS = inspect.signature(Preconditioner.__init__).parameters.keys() - {"self", "model", "curvature", "optimizer"}
+_OPTIONS = inspect.signature(Preconditioner.__init__).parameters.keys() - {"self", "model", "optimizer"}
 
 
 def create_optimizer(
@@ -45,12 +46,15 @@ def create_optimizer(
             Case, hyphens and underscores make no difference.
         lr: The learning rate. None: the default of the optimizer.
         weight_decay: As the optimizer applies it (decoupled for "natural-muon" and "adamw").
-        decay: Which parameters `weight_decay` is for: "matrices", that is, no biases, norms and embeddings, which have
-            a parameter group of their own; or "all".
+        decay: Which parameters `weight_decay` is for: "matrices", that is, no biases, norms and embeddings, nor what
+            the model's ``no_weight_decay()`` names; these have a parameter group of their own. Or "all".
         clip_norm: The largest norm of the gradients (`natgrad.PreconditionedOptimizer`). None: any.
         **options: For "natural-muon" the other options of `natgrad.NaturalMuon`. Otherwise those of
-            `natgrad.Preconditioner` and of the optimizer of torch. `reduction` is "auto" by default. With "auto" and
-            "tokens" the attribute `count` of the result is "auto", so that masked labels are not counted.
+            `natgrad.Preconditioner` and of the optimizer of torch. `curvature` replaces that of the name, as in
+            ``curvature=natgrad.KFAC(form="inverse")``. `kl_clip` is None by default, except beside SGD. `reduction` is
+            "auto" by default. With "auto" and "tokens" the attribute `count` of the result is "auto": only positions
+            with a gradient that is not zero count, as if labels were masked elsewhere. Set it to None before the
+            forward pass to count all.
 
     Returns:
         A `natgrad.NaturalMuon` or another `natgrad.PreconditionedOptimizer`, with the usual parameter groups.
@@ -72,14 +76,20 @@ def create_optimizer(
     known = inspect.signature(_BASES[base].__init__).parameters.keys() - {"self", "params"}
     require("weight_decay" in known or not weight_decay, "weight_decay", weight_decay, f"0, as {base} has none")
     _check_options(name, options, known | _OPTIONS)
-    own = {option: value for option, value in options.items() if option not in _OPTIONS}
-    own |= {"weight_decay": weight_decay} if "weight_decay" in known else {}
-    optimizer = _BASES[base](_groups(model, weight_decay, decay), **rate, **own)
-    others = {option: value for option, value in options.items() if option in _OPTIONS}
-    preconditioner = Preconditioner(model, curvature, optimizer=optimizer, **{"reduction": "auto", **others})
+    for_torch = {option: value for option, value in options.items() if option not in _OPTIONS}
+    for_torch |= {"weight_decay": weight_decay} if "weight_decay" in known else {}
+    parts = _parts(model, weight_decay, decay)
+    groups: list[dict[str, Any]] = [{"params": parts[0]}, *({"params": one, "weight_decay": 0.0} for one in parts[1:])]
+    optimizer = _BASES[base](groups, **rate, **for_torch)
+    for_natgrad: dict[str, Any] = {"curvature": curvature, "reduction": "auto"}
+    if base != "sgd":
+        for_natgrad["kl_clip"] = None  # it bounds the step of SGD
+    for_natgrad |= {option: value for option, value in options.items() if option in _OPTIONS}
+    preconditioner = Preconditioner(model, **for_natgrad, optimizer=optimizer)
     created = PreconditionedOptimizer(optimizer, preconditioner, clip_norm=clip_norm)
-    if options.get("reduction", "auto") in ("auto", "tokens"):
-        created.count = "auto"  # masked labels; a trainer passes no count
+    created._splits_by_decay = len(parts) > 1
+    if for_natgrad["reduction"] in ("auto", "tokens"):
+        created.count = "auto"  # a trainer passes no count
     return created
 
 
@@ -109,16 +119,19 @@ def plain(name: str) -> str:
 
 def _check_options(name: str, options: Mapping[str, Any], known: set[str]) -> None:
     """Check that all options are known."""
+    every = sorted({*known, "lr", "weight_decay", "decay", "clip_norm"})
     for option, value in options.items():
-        allowed = f"left out: the options of {name!r} are {', '.join(sorted(known))}"
-        require(option in known, option, value, allowed)
+        close = get_close_matches(option, every, 1)
+        meant = f"{close[0]} (did you mean that?), or another" if close else "one"
+        require(option in known, option, value, f"{meant} of the options of {name!r}: {', '.join(every)}")
 
 
-def _groups(model: nn.Module, weight_decay: float, decay: str) -> list[dict[str, Any]]:
-    """Return the parameter groups of all trained parameters."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    require(trained, "model", type(model).__name__, "a model with parameters that require gradients")
-    matrices = decayed(model) if weight_decay and decay == "matrices" else {id(parameter) for parameter in trained}
-    groups: list[dict[str, Any]] = [{"params": [one for one in trained if id(one) in matrices]}]
-    groups.append({"params": [one for one in trained if id(one) not in matrices], "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]
+def _parts(model: nn.Module, weight_decay: float, decay: str) -> list[list[nn.Parameter]]:
+    """Return the parameters in one list, or if only matrices are decayed in two. Frozen ones may be thawed later."""
+    every = list(model.parameters())
+    require(every, "model", type(model).__name__, "a model with parameters")
+    if not weight_decay or decay == "all":
+        return [every]
+    matrices = decayed(model)
+    parts = [[one for one in every if (id(one) in matrices) == chosen] for chosen in (True, False)]
+    return parts if all(parts) else [every]

@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from natgrad.distributed.fsdp import named_parameters
 from natgrad.errors import NatgradWarning
+from natgrad.layers.norm import NORMS
+
+_UNDECAYED = (nn.Embedding, nn.EmbeddingBag, *NORMS)
 
 # Names that a warning lists.
 _LISTED = 5
@@ -90,6 +94,18 @@ class Membership:
         state = self._optimizer.state.pop(old, None)
         if state is not None and new.shape == old.shape and type(new) is type(old):
             self._optimizer.state[new] = {name: _like(value, old, new) for name, value in state.items()}
+
+
+def decayed(model: nn.Module) -> set[int]:
+    """Return the ids of the matrices and kernels that are no embeddings, and that the model does not exempt.
+
+    timm's models exempt positions and tokens, by names that their method ``no_weight_decay`` returns.
+    """
+    others = {id(p) for module in model.modules() if isinstance(module, _UNDECAYED) for p in module.parameters()}
+    exempt = getattr(model, "no_weight_decay", None)
+    names = set(exempt()) if callable(exempt) else set()
+    named = ((name, one) for name, one in model.named_parameters() if not is_lazy(one))
+    return {id(one) for name, one in named if one.ndim > 1 and name not in names} - others
 
 
 def _warn_of_idle(names: list[str]) -> None:

@@ -31,11 +31,13 @@ from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.arguments import check_dense, unwrap
 from natgrad.preconditioner.coverage import Place, cover, places, unfrozen
 from natgrad.preconditioner.guard.guard import Guard
-from natgrad.preconditioner.membership import Group
+from natgrad.preconditioner.membership import Group, decayed
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 from natgrad.preconditioner.preconditioner import Preconditioner
 from natgrad.refresh import DoublingInterval, Refresh, RefreshRule
 from natgrad.schedule import check_number, is_number
+
+_WITH_MODEL = "an nn.Module, not its parameters; for trainers that pass these: docs/integrations.md"
 
 # The steps over which the roots of a refresh are spread.
 _SPREAD = 8
@@ -141,7 +143,7 @@ class NaturalMuon(PreconditionedOptimizer):
             NatgradWarning: in the first forward pass, if other layers than the one taken for the head are nearest to
                 the loss.
         """
-        require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
+        require(isinstance(model, nn.Module), "model", type(model).__name__, _WITH_MODEL)
         lr, weight_decay, eps = _numbers(lr=lr, weight_decay=weight_decay, eps=eps)
         check_number("interval", interval, "a number of steps >= 1", minimum=1)
         _check_options(betas, decay, clip_norm, gradients)
@@ -244,6 +246,7 @@ class NaturalMuon(PreconditionedOptimizer):
 
     @override
     def _precondition(self, count: Count | None) -> None:
+        self.preconditioner._check_step(count)
         self._clip()
         self.preconditioner.step(count)
 
@@ -343,12 +346,6 @@ def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
     require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
 
 
-def decayed(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters with two or more dimensions that are no embeddings."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
-    return {id(parameter) for parameter in model.parameters() if parameter.ndim > 1} - tables
-
-
 class _Update(Optimizer):
     """Moves matrices against natgrad's updates, and other parameters by AdamW."""
 
@@ -419,7 +416,9 @@ def _compare_heads(hooks: Hooks, matrices: Mapping[str, Place], chosen: Sequence
 
     def compare(outputs: Any) -> None:
         hooks.on_outputs = None
-        if chosen:
+        places = matrices.values()
+        are_present = all(place.parent is None or place.module in place.parent.children() for place in places)
+        if chosen and are_present:  # after a replacement, the head is found anew
             warn_of_other_heads(outputs, matrices, chosen)
 
     hooks.on_outputs = compare

@@ -9,14 +9,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from natgrad.capture.counts import Count
+from natgrad.distributed.fsdp import is_sharded, local, whole
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
+from natgrad.preconditioner.arguments import check_dense
 from natgrad.preconditioner.explanation import Explanation
-from natgrad.preconditioner.membership import Group, Membership
+from natgrad.preconditioner.membership import Group, Membership, decayed
 from natgrad.schedule import check_number
 
 
@@ -54,9 +56,12 @@ class PreconditionedOptimizer(Optimizer):
         require(fits or not covered, "optimizer", repr(optimizer), "one of the preconditioner's model")
         if clip_norm is not None:
             check_number("clip_norm", clip_norm, "a number above 0, or None", minimum=0, strict=True)
+            check_dense(preconditioner._structure.root, "clip_norm", clip_norm, "the norm of all gradients")
+            clip_norm = float(clip_norm)
         self.optimizer, self.preconditioner, self.clip_norm = optimizer, preconditioner, clip_norm
         self._count: Count | None = None
         self._warned_of_incomplete = self._lacks_curvature = False
+        self._splits_by_decay = False  # whether the second group is of what is not decayed
         self._membership = preconditioner.membership or Membership(preconditioner._structure.root, optimizer)
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -161,8 +166,14 @@ class PreconditionedOptimizer(Optimizer):
         self._clip()
 
     def _clip(self) -> None:
-        if self.clip_norm is not None:
-            clip_grad_norm_([one for group in self.param_groups for one in group["params"]], self.clip_norm)
+        """Scale all gradients down to `clip_norm`, unless one is not finite. The host does not wait for the norm."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.clip_norm is None or not gradients:
+            return
+        parts = [[g for g in gradients if is_sharded(g) == sharded] for sharded in (False, True)]
+        norm = get_total_norm([whole(get_total_norm(part)) for part in parts if part])
+        factor = torch.where(norm.isfinite(), (self.clip_norm / norm).clamp(max=1.0), 1.0)
+        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
 
     def _read_groups(self) -> None:
         """Bring the groups and the model together, before the step."""
@@ -170,6 +181,8 @@ class PreconditionedOptimizer(Optimizer):
 
     def _group_for(self, parameter: torch.nn.Parameter) -> Group | None:
         """Return the group for a parameter that the model got later. None: there are several."""
+        if self._splits_by_decay and len(self.param_groups) == 2:
+            return self.param_groups[id(parameter) not in decayed(self.preconditioner._structure.root)]
         return self.param_groups[0] if len(self.param_groups) == 1 else None
 
     def _regroup(self) -> None:
@@ -253,8 +266,12 @@ class PreconditionedOptimizer(Optimizer):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         require(fits, "state_dict", found, "what PreconditionedOptimizer.state_dict() returned")
         sizes, wanted = _group_sizes(state_dict), _group_sizes(self.optimizer.state_dict())
-        allowed = f"the state of an optimizer whose groups hold {wanted} parameters"
+        allowed = f"{wanted} parameters by group: the state is of another optimizer or model, or of another decay="
         require(sizes == wanted, "state_dict['param_groups']", sizes, allowed)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            lacking = sorted(set(self.defaults) & group.keys() - saved.keys())
+            allowed = f"those of {type(self.optimizer).__name__}, with {', '.join(lacking)}"
+            require(not lacking, "state_dict['param_groups']", sorted(saved.keys() - {"params"}), allowed)
         inner = {key: value for key, value in state_dict.items() if key != "preconditioner"}
         if "preconditioner" in state_dict:
             self.preconditioner.load_state_dict(state_dict["preconditioner"])

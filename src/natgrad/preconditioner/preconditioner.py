@@ -355,6 +355,7 @@ class Preconditioner:
 
         ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective).
         """
+        self._consolidated = None
         self._epochs.next(self._structure.groups, self._communicator)
 
     def discard(self) -> None:
@@ -390,6 +391,11 @@ class Preconditioner:
         if capture.missing_samples:
             raise NatgradError(
                 "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
+            )
+        if capture.counts_later and not isinstance(count, str):
+            raise NatgradError(
+                f"step(count={count!r}) follows passes that were captured for the count 'auto'. Before a forward pass, "
+                "set the attribute count of the optimizer to a number or to None; create_optimizer sets it to 'auto'"
             )
         self._scaling.check(differentiated=bool(capture.backwards))
         check_joined(self._model)
@@ -939,9 +945,10 @@ class Preconditioner:
     def consolidate_state_dict(self) -> None:
         """Collect the blocks of all ranks (collective), so that `state_dict` is complete on each until the next step.
 
-        For trainers that save the state of one rank. The collected state stays in memory until then.
+        For trainers that save the state of one rank. The collected state stays in memory until then. Nothing is done
+        where every rank holds all blocks.
         """
-        self._consolidated = self.state_dict(gather=True)
+        self._consolidated = self.state_dict(gather=True) if self.plan.columns > 1 else None
 
     @property
     def is_consolidated(self) -> bool:
