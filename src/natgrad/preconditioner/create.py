@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from natgrad.curvature import BY_NAME
 from natgrad.errors import require, require_one_of
+from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.membership import decayed
 from natgrad.preconditioner.natural_muon import NaturalMuon
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -132,6 +133,6 @@ def _parts(model: nn.Module, weight_decay: float, decay: str) -> list[list[nn.Pa
     require(every, "model", type(model).__name__, "a model with parameters")
     if not weight_decay or decay == "all":
         return [every]
-    matrices = decayed(model)
+    matrices = decayed(unwrap(model))
     parts = [[one for one in every if (id(one) in matrices) == chosen] for chosen in (True, False)]
     return parts if all(parts) else [every]
