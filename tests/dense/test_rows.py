@@ -1,6 +1,7 @@
 """SNGD and HyLo over several steps: when rows are taken, which are chosen, how long they stay, and epochs."""
 
 import copy
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -151,23 +152,29 @@ def test_a_state_without_its_rows_is_refused():
         preconditioner.load_state_dict(state)
 
 
-def scripted(norms, rates=None, threshold=0.5):
-    """Train with gradients of these norms, an epoch of two steps each; return whether each epoch was one of KID."""
+def scripted(norms, rates=None, **options):
+    """Train with gradients of these norms, an epoch of two steps each; return whether each epoch was one of KID.
+
+    `rates` are those of each step. The choice must be the same in both steps of an epoch.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    curvature = natgrad.HyLo(2, threshold)
+    curvature = natgrad.HyLo(2, **options)
     preconditioner = build(model, curvature, optimizer=optimizer, kl_clip=None)
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     direction = x.mean(0).norm()
     used = []
     for epoch, norm in enumerate(norms):
-        optimizer.param_groups[0]["lr"] = 1.0 if rates is None else rates[epoch]
-        for _ in range(2):
+        choices = []
+        for step in (2 * epoch, 2 * epoch + 1):
+            optimizer.param_groups[0]["lr"] = 1.0 if rates is None else rates[step]
             model.zero_grad()
             (model(x).sum() / len(x) * (norm / 2 / direction)).backward()
             preconditioner.step()
-        used.append(bool(preconditioner.metrics()["kid"]))
+            choices.append(bool(preconditioner.metrics()["kid"]))
+        assert choices[0] == choices[1]
+        used.append(choices[0])
         assert preconditioner.metrics()["epoch"] == epoch
         preconditioner.next_epoch()
         assert preconditioner.state_dict()["epochs"]["norms"][-1] == pytest.approx(norm)
@@ -180,8 +187,56 @@ def test_an_epoch_is_critical_where_the_norm_of_the_epochs_gradient_changes():
 
 
 def test_a_decay_of_the_learning_rate_makes_its_epoch_critical():
-    rates = [1.0, 1.0, 1.0, 0.6, 0.3, 0.3, 0.03]
+    rates = [1.0, 1.0, 1.0, 0.81, 0.648, 0.648, 0.0648]
+    rates = [rate for rate in rates for _ in range(2)]
     assert scripted([9] * 7, rates) == [True, True, False, False, True, False, True]
+    assert scripted([9] * 7, rates, least_decay=0.1) == [True, True, False, True, True, False, True]
+    assert scripted([9] * 7, rates, least_decay=2) == [True, True, *[False] * 5]
+
+
+def test_a_schedule_by_steps_is_read_at_the_first_step_of_each_epoch():
+    cosine = [(1 + math.cos(math.pi * step / 40)) / 2 for step in range(40)]
+    assert scripted([9] * 20, cosine) == [True, True, *[False] * 11, *[True] * 7]
+    assert scripted([9] * 20, cosine, least_decay=0) == [True] * 20
+    inside = [1.0] * 7 + [0.1] * 5  # the decay in the second step of the fourth epoch counts in the fifth
+    assert scripted([9] * 6, inside) == [True, True, False, False, True, False]
+
+
+def choices(preconditioner, model, epochs):
+    """Return by which method rows were selected in each of some epochs of one step."""
+    found = []
+    for _ in range(epochs):
+        model.zero_grad()
+        cross_entropy(model(batch()[0]), batch()[1]).backward()
+        preconditioner.step()
+        found.append(bool(preconditioner.metrics()["kid"]))
+        preconditioner.next_epoch()
+    return found
+
+
+def test_a_random_share_of_the_epochs_uses_kid_and_a_resumed_training_the_same():
+    def built(**options):
+        model = network()
+        return build(model, natgrad.HyLo(0.3, method="random", **options)), model
+
+    first = choices(*built(), 30)
+    assert 8 <= sum(first) <= 22
+    preconditioner, model = built()
+    assert choices(preconditioner, model, 12) == first[:12]
+    other, model = built()
+    other.load_state_dict(preconditioner.state_dict())
+    assert choices(other, model, 18) == first[12:]
+    assert choices(*built(seed=1), 30) != first
+    assert sum(choices(*built(kid_fraction=0.1), 30)) < sum(first)
+    assert not any(choices(*built(kid_fraction=0), 3))
+    assert all(choices(*built(kid_fraction=1), 3))
+
+
+def test_a_state_of_an_earlier_version_is_read():
+    preconditioner = build(network(), natgrad.HyLo(0.3))
+    state = preconditioner.state_dict()
+    preconditioner.load_state_dict({**state, "epochs": {**state["epochs"], "epoch": 3, "decayed": True}})
+    assert preconditioner.state_dict()["epochs"]["epoch"] == 3
 
 
 def test_a_model_that_changes_keeps_the_rows_of_layers_that_stay():

@@ -226,14 +226,18 @@ def test_resumes_bit_by_bit_and_on_another_number_of_ranks(ranks, method):
 # --- Epochs, trouble ------------------------------------------------------------------------------------------------
 
 
-def take_epochs(placement, norms):
+def take_epochs(placement, norms, method="switch", seeds=(0, 0)):
     """Train with gradients of these norms, an epoch of one step each; return which were epochs of KID."""
     rank, count = place()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)).double()
     wrapped = DistributedDataParallel(model)
     preconditioner = natgrad.Preconditioner(
-        wrapped, natgrad.HyLo(2), damping=1.0, refresh=natgrad.Refresh(inverses=1), placement=placement
+        wrapped,
+        natgrad.HyLo(2, method=method, seed=seeds[rank % 2]),
+        damping=1.0,
+        refresh=natgrad.Refresh(inverses=1),
+        placement=placement,
     )
     x = torch.randn(4 * count, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(count)[rank]
     used, seen = [], []
@@ -244,7 +248,7 @@ def take_epochs(placement, norms):
         preconditioner.step()
         used.append(bool(preconditioner.metrics()["kid"]))
         preconditioner.next_epoch()
-        seen.append(preconditioner.state_dict()["epochs"]["norms"][-1] / raw)
+        seen += [norm / raw for norm in preconditioner.state_dict()["epochs"]["norms"][-1:]]
     return used, seen
 
 
@@ -256,6 +260,20 @@ def test_all_ranks_switch_alike(ranks, placement, count):
     for used, seen in ranks.run(count, take_epochs, placement, [8, 10, 10, 4, 4.4, 9]):
         assert used == [True, True, False, False, True, False]
         assert seen == pytest.approx([1.0] * 6)
+
+
+def seed_by_rank():
+    with pytest.raises(natgrad.NatgradError) as caught:
+        take_epochs("mem-opt", [1.0], "random", (0, 1))
+    return str(caught.value)
+
+
+def test_all_ranks_switch_alike_at_random(ranks):
+    (first, _), *others = ranks.run(3, take_epochs, "mem-opt", [1.0] * 12, "random")
+    assert {True, False} == set(first)
+    assert all(used == first for used, _ in others)
+    for message in ranks.run(2, seed_by_rank):
+        assert "HyLo.seed: 0 and 1" in message
 
 
 # --- Wrappers -------------------------------------------------------------------------------------------------------

@@ -458,6 +458,18 @@ _add(
     ),
 )
 _add(
+    "daso_rates",
+    "Learning rates that differ inside a node go unnoticed.",
+    "distributed/test_daso_rates.py::test_rates_that_differ_inside_a_node_are_an_error_on_all_ranks",
+    ("averaging.daso:DASO._check_rates", "if differences:", "if False:"),
+)
+_add(
+    "switch_decays",
+    "HyLo does not switch where a learning rate decays.",
+    "dense/test_rows.py::test_a_decay_of_the_learning_rate_makes_its_epoch_critical",
+    ("state.epochs:EpochState._has_decayed", "now < then and", "False and"),
+)
+_add(
     "daso_buffers",
     "When all nodes are made equal, floating-point buffers are not averaged.",
     "distributed/test_averaging.py::test_synchronize",

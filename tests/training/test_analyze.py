@@ -80,7 +80,9 @@ def test_norms_are_those_of_the_gradient_before_it_is_preconditioned():
     assert [each.norm for each in with_kfac] == pytest.approx([each.norm for each in without], rel=1e-4)
 
 
-def test_hylo_switches_in_the_epochs_that_are_told():
+@pytest.mark.parametrize("schedule", [{"schedule": "cosine", "warmup": 3}, {"schedule": "step"}])
+@pytest.mark.parametrize("task", ["tabular", "digits"])
+def test_hylo_switches_in_the_epochs_that_are_told(schedule, task):
     known = []
 
     class Spy(Measured):
@@ -90,9 +92,10 @@ def test_hylo_switches_in_the_epochs_that_are_told():
                 known.append(bool(self.preconditioner.metrics()["kid"]))
             return loss
 
-    measures, options = Measures(), {"curvature": "hylo", "inverses": 1, "curvature_options": {"threshold": 0.3}}
-    job = Job(task="tabular", optimizer="sgd", learning_rate=0.01, epochs=8, **options)
-    study = Study(job=job, figures=("norms",), threshold=0.3).resolved()
+    curvature_options = {"threshold": 0.3, "least_decay": 0.15}
+    measures, options = Measures(), {"curvature": "hylo", "inverses": 1, "curvature_options": curvature_options}
+    job = Job(task=task, optimizer="sgd", learning_rate=0.01, epochs=8, **options, **schedule)
+    study = Study(job=job, figures=("norms",)).resolved()
     training = Spy(study, measures, world=WORLD, observer=Silent(), stop=lambda: False)
     training.run()
     training.end_epoch()

@@ -95,8 +95,10 @@ def test_critical_epochs_are_the_first_those_after_a_jump_and_those_of_a_decay()
     #  the first two;  8 to 8;  8 to 4 falls by half;  4 to 4;  4 to 5.9 is less than half;  then;  6 to 9 and the decay
     assert flags == [True, True, False, True, False, False, False, True]
     assert critical(norms, [1.0] * 8, 7)  # by the jump alone
-    assert critical(norms[:2], [1.0, 1.0, 0.5], 2)  # by the decay alone
-    assert not critical(norms[:2], [1.0, 1.0, 0.51], 2)
+    assert critical(norms[:2], [1.0, 1.0, 0.8], 2)  # by the decay alone
+    assert not critical(norms[:2], [1.0, 1.0, 0.81], 2)
+    assert critical(norms[:2], [1.0, 1.0, 0.999], 2, least_decay=0)
+    assert not critical(norms[:2], [1.0, 1.0, 1.0], 2, least_decay=0)
     assert not critical(norms, [1.0] * 8, 3, threshold=0.51)
 
 

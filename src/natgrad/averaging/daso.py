@@ -5,7 +5,9 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from math import isnan
 from typing import Any, Literal
 from zlib import crc32
@@ -32,10 +34,10 @@ from natgrad.averaging.merge import (
     check_owners,
     is_replicated,
 )
-from natgrad.averaging.nodes import Grid, Nodes, check_equal
+from natgrad.averaging.nodes import Grid, Nodes, check_equal, describe_differences, world_rank
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
 from natgrad.distributed import fsdp
-from natgrad.errors import AveragingError, DivergedError, require
+from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -50,6 +52,9 @@ OPTIONS = (
     *("wire", "cycling_wire", "momentum", "duty", "patience", "threshold", "message_bytes"),
 )
 """The arguments that must be equal on all ranks."""
+
+_ROUNDING = 1e-4
+"""The largest relative difference between the norms of a parameter on two ranks that is taken for rounding."""
 
 
 class DASO:
@@ -186,9 +191,11 @@ class DASO:
         self._averaged: list[AveragedTensors] = [self._cycling, *(tensors for tensors in others if tensors is not None)]
         """What is averaged in the cycling phase, in the same order on all ranks."""
 
-        self._exchanges = self._merges = 0
+        self._exchanges = self._merges = self._loss_count = 0
         self._loss_sum: Tensor | float = 0.0
-        self._loss_count = 0
+        self._global_loss: float | None = None
+        self._has_warned = False
+        """Whether weights that differ inside the node have been warned of."""
         self._equal = True
         """Whether all ranks have the same parameters."""
         self._has_average = False
@@ -204,15 +211,18 @@ class DASO:
         are all None, takes part too.
 
         Args:
-            loss: The loss of this rank's batch, for the plateau rule. None: B and S stay unchanged.
+            loss: The loss of this rank's batch, for the plateau rule and `global_loss`. None: B and S stay unchanged.
 
         Raises:
             DivergedError: on all ranks, if an average over the nodes is not finite.
-            AveragingError: after `detach`.
+            AveragingError: on all ranks, in the first step of an epoch, if learning rates differ inside a node; and
+                after `detach`.
             NatgradError: if another rank stopped: when its connection breaks, at the latest after the timeout of the
                 process group.
         """
         self._check_open()
+        if self._epochs.batches == 0:
+            self._check_rates()
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
         if self._equal and self.grid.nodes > 1:
             (self._blocking if blocking else self._cycling).start_reference()
@@ -361,6 +371,20 @@ class DASO:
         """The phase of the next batch."""
         return self._epochs.phase
 
+    @property
+    def global_loss(self) -> float | None:
+        """The mean training loss of the last epoch that has ended, equal on all ranks.
+
+        The mean over all ranks of the losses that `step` was given in that epoch, each batch with equal weight. It
+        changes when an epoch ends: with `steps_per_epoch` in its last `step`, otherwise in `next_epoch`. None before
+        the first epoch has ended, and after an epoch without losses.
+
+        Example:
+            >>> scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=5)
+            >>> scheduler.step(daso.global_loss)  # after each epoch
+        """
+        return self._global_loss
+
     def metrics(self) -> dict[str, float | Tensor]:
         """Return numbers, without waiting for the device.
 
@@ -399,7 +423,7 @@ class DASO:
             "equal": self._equal,
             "anchored": bool(self._blocking.reference),
             "cycle": self._cycle.state_dict(),
-            "losses": {"sum": float(self._loss_sum), "count": self._loss_count},
+            "losses": {"sum": float(self._loss_sum), "count": self._loss_count, "mean": self._global_loss},
             "momenta": list(self._momenta.known),
             "flights": {tensors.name: tensors.state_dict() for tensors in self._averaged},
             "place": (self.grid.sizes, self.grid.node, self.grid.local),
@@ -436,6 +460,7 @@ class DASO:
         self._exchanges, self._merges, self._equal = state["turn"], state["merges"], state["equal"]
         self._cycle.load_state_dict(state["cycle"])
         self._loss_sum, self._loss_count = state["losses"]["sum"], state["losses"]["count"]
+        self._global_loss = state["losses"].get("mean")  # earlier versions did not save it
         self._blocking.drop_reference()
         if state["anchored"]:
             self._blocking.start_reference()
@@ -489,9 +514,10 @@ class DASO:
         """Synchronize, update B and S by the epoch's mean loss, and begin the next epoch."""
         epochs = self._epochs
         cycling = epochs.phase_at(epochs.batches - 1) == "cycling"
+        self._compare_weights()
         self.synchronize()
         self.agree(epoch=epochs.epoch, batches=epochs.batches)
-        loss = self._mean_loss()
+        self._global_loss = loss = self._mean_loss()
         if loss is not None and isnan(loss):
             raise DivergedError(f"the mean training loss of epoch {epochs.epoch} is not a number")
         self._cycle.end_epoch(loss if cycling else None)
@@ -503,6 +529,47 @@ class DASO:
         self._loss_sum, self._loss_count = 0.0, 0
         count = sum(number for _, number in found)
         return sum(loss for loss, _ in found) / count if count else None
+
+    def _check_rates(self) -> None:
+        """Check that the ranks of each node have the same learning rates; collective.
+
+        Nodes may differ from each other: with a scaler each skips steps, and those of its scheduler, by itself.
+
+        Raises:
+            AveragingError: on all ranks, with the rates that differ and their ranks.
+        """
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+        everywhere = iter(self.grid.all_gather_objects((world_rank(), {"learning rates": rates})))
+        for size in self.grid.sizes:
+            differences = describe_differences(list(islice(everywhere, size)))
+            if differences:
+                raise AveragingError(
+                    f"the ranks of a node differ in {differences}: their weights would drift apart; compute rates from "
+                    "what all ranks share, as in scheduler.step(daso.global_loss) after an epoch"
+                )
+
+    def _compare_weights(self) -> None:
+        """Warn once if the weights differ between the ranks of the node; collective in the node, and synchronous."""
+        inside = self.grid.inside
+        if self._has_warned or self._sharded or inside.ranks == 1:
+            return
+        named = self.named_parameters()
+        norms = [
+            torch.linalg.vector_norm(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)).to(self._device)
+            for p in named.values()
+        ]
+        found = inside.all_gather_objects([float(norm) for norm in norms])
+        for name, values in zip(named, zip(*found, strict=True), strict=True):
+            least, greatest = min(values), max(values)
+            if greatest - least > _ROUNDING * greatest:
+                self._has_warned = True
+                message = (
+                    f"natgrad: the ranks of node {self.grid.node} have different weights ({name}: norms from "
+                    f"{least:.6g} to {greatest:.6g}), although they take the same gradients: give them the same "
+                    "learning rate and optimizer settings in each step. The end of this epoch makes weights equal"
+                )
+                warnings.warn(message, NatgradWarning, stacklevel=4)
+                return
 
     @torch.no_grad()
     def _average_blocking(self) -> None:

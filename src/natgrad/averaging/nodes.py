@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,13 +80,8 @@ class Nodes:
         return tuple(tuple(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True))
 
 
-def check_equal(gather: Callable[[Any], list[Any]], **values: Any) -> None:
-    """Check that plain values are equal on all ranks; `gather` returns the object of each rank; collective.
-
-    Raises:
-        AveragingError: on all ranks, with the values that differ and their ranks.
-    """
-    everywhere = gather((dist.get_rank() if dist.is_initialized() else 0, values))
+def describe_differences(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    """Return the values by name that differ between some ranks, with these ranks; empty if all are equal."""
     differences = []
     for name in dict.fromkeys(name for _, theirs in everywhere for name in theirs):
         holders: list[tuple[Any, list[int]]] = []
@@ -98,8 +93,23 @@ def check_equal(gather: Callable[[Any], list[Any]], **values: Any) -> None:
             ranks.append(rank)
         if len(holders) > 1:
             differences.append(f"{name}: " + ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in holders))
+    return "; ".join(differences)
+
+
+def check_equal(gather: Callable[[Any], list[Any]], **values: Any) -> None:
+    """Check that plain values are equal on all ranks; `gather` returns the object of each rank; collective.
+
+    Raises:
+        AveragingError: on all ranks, with the values that differ and their ranks.
+    """
+    differences = describe_differences(gather((world_rank(), values)))
     if differences:
-        raise AveragingError(f"the ranks differ in {'; '.join(differences)}")
+        raise AveragingError(f"the ranks differ in {differences}")
+
+
+def world_rank() -> int:
+    """Return this process's rank in the world; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _check_same(nodes: Nodes | DeviceMesh | None) -> None:

@@ -51,7 +51,13 @@ def analyze(
     kernel_damping: Annotated[
         float | None, typer.Option(help="Of the SNGD directions; default: the run's.", rich_help_panel=_MEASURES)
     ] = None,
-    threshold: Annotated[float, typer.Option(help="Of the switch by norms.", rich_help_panel=_MEASURES)] = 0.5,
+    threshold: Annotated[
+        float | None, typer.Option(help="Of norms, for the switch; default: the run's.", rich_help_panel=_MEASURES)
+    ] = None,
+    least_decay: Annotated[
+        float | None,
+        typer.Option(help="Of the rate, for the switch; default: the run's.", rich_help_panel=_MEASURES),
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(help="kfac, ekfac, adamw ... as `compare` takes them.", rich_help_panel=_RUN)
     ] = "kfac",
@@ -154,6 +160,7 @@ def analyze(
         ranks=_numbers("ranks", ranks),
         kernel_damping=kernel_damping,
         threshold=threshold,
+        least_decay=least_decay,
     ).resolved()
     folder, measures = out or _default_folder(task), Measures()
     require(not (folder / _CONFIGURATION).exists(), "out", str(folder), "a folder without an analysis")

@@ -22,10 +22,16 @@ from natgrad.specs import ROWS, Statistic, Task, Tensors, TensorSpec, check_decl
 
 
 class Training(Protocol):
-    """The training progress that a selection of rows may depend on."""
+    """The training progress that a selection of rows may depend on.
 
-    def critical(self, threshold: float) -> bool:
-        """Return whether the gradients of this epoch change fast."""
+    Attributes:
+        epoch: The number of epochs that have ended.
+    """
+
+    epoch: int
+
+    def critical(self, threshold: float, least_decay: float) -> bool:
+        """Return whether gradients change fast in this epoch, or a learning rate has decayed at its start."""
 
 
 class Curvature(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from math import ceil, inf
+from random import Random
 from typing import Literal, NoReturn
 
 from torch import Tensor
@@ -13,13 +14,24 @@ from natgrad.curvature import kernel
 from natgrad.curvature.base import Curvature, Training, check_estimate
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import NatgradWarning, require, require_one_of
-from natgrad.schedule import is_number
+from natgrad.schedule import check_number, check_whole, is_number
 from natgrad.specs import ROWS, Statistic, Task, Tensors, TensorSpec
 
 # The number of rows assumed in the costs of tasks, because the batch is not known yet.
 _NOMINAL_ROWS = 256
 # For the running averages of norm layers.
 _DECAY = 0.95
+
+THRESHOLD = 0.5
+"""Default η of HyLo, from Accordion, which the paper cites; the paper has no value."""
+
+LEAST_DECAY = 0.2
+"""Default of the least decay that HyLo's switch counts.
+
+In the paper any decay counts, but its rates are constant between a few decays. Such decays are of a quarter or more in
+common schedules. A cosine falls by a fifth from one epoch to the next in its last eight epochs only, a linear schedule
+in its last four.
+"""
 
 EPOCH_GRADIENT = "epoch gradient"
 """The name of the state tensor ``[d_out * d_in]`` that holds the sum of the gradients of an epoch."""
@@ -120,11 +132,14 @@ class HyLo(_RowCurvature):
     def __init__(
         self,
         rank: float = 0.1,
-        threshold: float = 0.5,
-        method: Literal["switch", "kid", "kis"] = "switch",
+        threshold: float = THRESHOLD,
+        method: Literal["switch", "kid", "kis", "random"] = "switch",
         *,
         fisher: Literal["empirical", "sampled"] = "empirical",
         likelihood: str | Likelihood | None = None,
+        least_decay: float = LEAST_DECAY,
+        kid_fraction: float = 0.5,
+        seed: int = 0,
     ) -> None:
         """Choose the variant.
 
@@ -132,13 +147,18 @@ class HyLo(_RowCurvature):
             rank: r, a fraction of the global batch in (0, 1], or (int) a number of its rows; each of P ranks selects
                 ceil(r / P). 1.0 selects all rows; 1 selects a single one, with a warning.
             threshold: η >= 0, the relative change of the gradient's norm that makes an epoch critical.
-            method: "kid", "kis", or "switch": KID in critical epochs, otherwise KIS. Critical epochs are the first two,
-                those after a learning rate falls to half or less, and e ≥ 2 with
+            method: "kid"; "kis"; "switch": KID in critical epochs, otherwise KIS; or "random": KID in a random share of
+                the epochs (table III). Critical epochs are the first two, those at whose first step a learning rate
+                has decayed since that of the previous epoch, and e ≥ 2 with
                 |‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| ≥ η ‖Δ_{e-2}‖, where Δ is the gradient summed over an epoch. Call
                 ``preconditioner.next_epoch()`` at the end of each epoch: without it all steps belong to the first.
             fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
                 prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
+            least_decay: The least fall of a learning rate, relative to the previous epoch's, that is a decay. 0: any
+                fall, as in the paper; then all epochs of a cosine schedule are critical.
+            kid_fraction: With "random", the probability of KID in each epoch.
+            seed: With "random", what KID is drawn from together with the epoch. It must be equal on all ranks.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -148,9 +168,14 @@ class HyLo(_RowCurvature):
         require(fits, "rank", rank, "a fraction of the global batch in (0, 1], or a whole number of its rows >= 1")
         number = is_number(threshold) or (isinstance(threshold, float) and threshold == inf)
         require(number and threshold >= 0, "threshold", threshold, "a number >= 0")
-        require_one_of("method", method, "switch", "kid", "kis")
+        check_number("least_decay", least_decay, "a number >= 0", minimum=0)
+        check_number("kid_fraction", kid_fraction, "a number from 0 to 1", minimum=0)
+        require(kid_fraction <= 1, "kid_fraction", kid_fraction, "a number from 0 to 1")
+        check_whole("seed", seed, 0)
+        require_one_of("method", method, "switch", "kid", "kis", "random")
         super().__init__(fisher=fisher, likelihood=likelihood)
         self.rank, self.threshold, self.method = rank, float(threshold), method
+        self.least_decay, self.kid_fraction, self.seed = float(least_decay), float(kid_fraction), seed
         if isinstance(rank, int) and rank == 1:
             message = (
                 "natgrad: HyLo(rank=1) keeps one row of the global batch: rank=1.0 keeps all rows, rank=0.1 a tenth"
@@ -185,6 +210,14 @@ class HyLo(_RowCurvature):
     def select(
         self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
     ) -> kernel.Selection:
-        if training.critical(self.threshold) if self.method == "switch" else self.method == "kid":
+        if self.uses_kid(training):
             return kernel.interpolate(A, G, count, samples=samples, damping=damping)
         return kernel.sample(A, G, count, starts=starts)
+
+    def uses_kid(self, training: Training) -> bool:
+        """Return whether rows are selected by KID; the answer is the same in all steps of an epoch, on all ranks."""
+        if self.method == "switch":
+            return training.critical(self.threshold, self.least_decay)
+        if self.method == "random":
+            return Random(f"HyLo {self.seed} {training.epoch}").random() < self.kid_fraction
+        return self.method == "kid"

@@ -315,6 +315,8 @@ class Preconditioner:
         self._communicator.call = f"step() {progress.step}"
         self._capture.release_kept()
         self._compare_settings(damping, count)
+        if self._structure.gathered:
+            self._epochs.read_learning_rates(self._clip.optimizer)
         due = self._scheduler.due_parts(progress)
         if self._refreshes_in_background:
             self._collect_refresh(at_once=bool(due))
@@ -353,7 +355,8 @@ class Preconditioner:
     def next_epoch(self) -> None:
         """Mark the end of an epoch. Call it on every rank, between two steps.
 
-        ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective).
+        ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective). So does
+        ``HyLo(method="random")``.
         """
         self._consolidated = None
         self._epochs.next(self._structure.groups, self._communicator)
@@ -558,7 +561,6 @@ class Preconditioner:
         if not (structure.gathered and capture.rows.wanted) or (skips is not None and bool(skips)):
             return False
         capture.finish()
-        self._epochs.read_learning_rates(self._clip.optimizer)
         refresh = RowRefresh(
             plan=structure.plan,
             runtime=self._communicator,

@@ -38,9 +38,8 @@ class EpochState:
     Attributes:
         epoch: The number of epochs that `next_epoch` has ended.
         norms: ‖Δ‖ of the last two epochs: Δ is the gradient of the layers that need it, summed over an epoch.
-        rates: The learning rates at the last refresh in this epoch. Empty before it.
-        before: The learning rates at the last refresh in earlier epochs.
-        decayed: Whether a learning rate has fallen to half of `before` or less.
+        rates: The learning rates at the first step of this epoch. Empty before it.
+        before: The learning rates at the first step of the previous epoch.
         used: Whether the last refresh selected rows by KID. None: there was no refresh.
     """
 
@@ -48,24 +47,33 @@ class EpochState:
     norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     before: list[float] = field(default_factory=list)
-    decayed: bool = False
     used: bool | None = None
 
     def read_learning_rates(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Read the learning rates at a refresh."""
-        groups = [] if optimizer is None else optimizer.param_groups
-        self.rates = [float(group["lr"]) for group in groups if "lr" in group]
-        if len(self.rates) == len(self.before):
-            pairs = zip(self.rates, self.before, strict=True)
-            self.decayed = self.decayed or any(now <= then / 2 and then > 0 for now, then in pairs)
+        """Read the learning rates, in the first step of an epoch."""
+        if optimizer is not None and not self.rates:
+            self.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
-    def critical(self, threshold: float) -> bool:
-        """Return whether the gradients of this epoch change fast."""
-        if self.epoch < 2 or self.decayed or len(self.norms) < 2:
+    def critical(self, threshold: float, least_decay: float) -> bool:
+        """Return whether gradients change fast in this epoch, or a learning rate has decayed at its start.
+
+        All that the answer depends on is fixed in the first step of an epoch.
+
+        Args:
+            threshold: η, a relative change of the norm of the epoch's gradient.
+            least_decay: The least fall of a learning rate, relative to `before`, that counts. 0: any fall.
+        """
+        if self.epoch < 2 or len(self.norms) < 2 or self._has_decayed(least_decay):
             return True
         older, newer = self.norms
         # After numerical failures the more accurate method, KID, is used.
         return not (isfinite(older) and isfinite(newer)) or abs(newer - older) >= threshold * older
+
+    def _has_decayed(self, least_decay: float) -> bool:
+        if len(self.rates) != len(self.before):
+            return False
+        least = least_decay * (1 - 1e-9)  # a fall from 1 to 0.8 is one of 0.19999999999999996
+        return any(now < then and then - now >= least * then for now, then in zip(self.rates, self.before, strict=True))
 
     def next(self, groups: Sequence[BlockGroup], runtime: Communicator) -> None:
         """End an epoch; collective, and waits for the device."""
@@ -81,7 +89,7 @@ class EpochState:
             workers = len(groups[0].role.assignment.workers)
             self.norms = [*self.norms, runtime.totals([square / workers], "counters")[0] ** 0.5][-2:]
         self.epoch += 1
-        self.before, self.rates, self.decayed = self.rates or self.before, [], False
+        self.before, self.rates = self.rates or self.before, []
 
     def metrics(self, groups: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
         """Return the epoch, the number of rows in use on this rank, and whether KID selected them."""
@@ -98,6 +106,8 @@ class EpochState:
     def loaded(cls, state: Any) -> EpochState:
         """Return an object with the fields that `state_dict` returned; a ``ValueError`` unless they are complete."""
         name, known = "state['epochs']", EpochState().state_dict()
+        if isinstance(state, Mapping):
+            state = {key: value for key, value in state.items() if key != "decayed"}  # of earlier versions
         fits = isinstance(state, Mapping) and state.keys() == known.keys()
         require(fits, name, sorted(map(str, state)) if isinstance(state, Mapping) else state, f"a dict of {[*known]}")
         for key, value in state.items():

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from natgrad import SNGD
+from natgrad.curvature.rows import LEAST_DECAY, THRESHOLD
 from natgrad.errors import require
+from natgrad.state.epochs import sums_gradients
 from natgrad.training.analysis import FIGURES, Measures, Observation, Probe
 from natgrad.training.analysis.error import errors
 from natgrad.training.analysis.factors import drifts, spectra
-from natgrad.training.analysis.norms import ALL, THRESHOLD, EpochGradients
+from natgrad.training.analysis.norms import ALL, EpochGradients
 from natgrad.training.analysis.rank import ranks
 
 from .build import rehearse
@@ -44,7 +46,8 @@ class Study:
     Attributes:
         job: The run, on one rank.
         figures: Some of `natgrad.training.analysis.FIGURES`.
-        layers: fnmatch patterns of the layers. The switch between KID and KIS always uses all parameters.
+        layers: fnmatch patterns of the layers. Critical epochs do not depend on them: with ``HyLo(method="switch")`` in
+            the job its layers decide, as in training, otherwise all parameters.
         labels: The labels of the gradients in the rows, "true" (as in the papers) or "sampled". The preconditioned
             gradient is always that of the true labels.
         every: Steps between drifts; None: about 50 drifts in the run.
@@ -53,7 +56,8 @@ class Study:
         batch_sizes: The batch sizes of the kernels; None: 1/2, 1, 2 and 4 times the run's batch (at most 512).
         ranks: r of KID and KIS; None: shares of the batch from 1 % to 100 %.
         kernel_damping: α of the directions; None: the job's damping, or without a curvature SNGD's default.
-        threshold: η of the switch.
+        threshold: η of the switch; None: that of the job's HyLo, or HyLo's default.
+        least_decay: The least decay that the switch counts; None: as `threshold`.
     """
 
     job: Job
@@ -65,7 +69,8 @@ class Study:
     batch_sizes: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
     kernel_damping: float | None = None
-    threshold: float = THRESHOLD
+    threshold: float | None = None
+    least_decay: float | None = None
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -86,10 +91,11 @@ class Study:
             values = getattr(self, name)
             fits = values is None or (values and all(type(value) is int and value >= 1 for value in values))
             require(fits, name, values, "whole numbers of at least 1, separated by commas")
-        for name in ("kernel_damping", "threshold"):
+        fits = self.kernel_damping is None or 0 < self.kernel_damping < float("inf")
+        require(fits, "kernel_damping", self.kernel_damping, "a finite number above 0")
+        for name in ("threshold", "least_decay"):
             value = getattr(self, name)
-            fits = (name == "kernel_damping" and value is None) or (0 < (value or 0) < float("inf"))
-            require(fits, name, value, "a finite number above 0")
+            require(value is None or value >= 0, name, value, "a number >= 0")
         require(self.job.workers == 1, "workers", self.job.workers, "1: an analysis runs on one process")
         require(self.job.optimizer != "lbfgs", "optimizer", "lbfgs", "one that asks for one gradient a step")
 
@@ -114,6 +120,9 @@ class Study:
             require(max(sizes) <= most, "batch_sizes", ",".join(map(str, self.batch_sizes)), what)
         rows = self.rows
         counts = self.ranks or tuple(max(1, round(share * rows)) for share in _SHARES)
+        switch: dict[str, Any] = {"threshold": THRESHOLD, "least_decay": LEAST_DECAY}
+        switch |= {name: value for name, value in job.curvature_options.items() if name in switch}
+        switch |= {name: value for name in switch if (value := getattr(self, name)) is not None}
         return replace(
             self,
             job=job,
@@ -121,6 +130,7 @@ class Study:
             batch_sizes=tuple(sorted(sizes)),
             ranks=tuple(sorted({min(count, rows) for count in counts})),
             kernel_damping=self.kernel_damping or job.damping or SNGD.default_damping,
+            **switch,
         )
 
     @property
@@ -203,7 +213,11 @@ class Measured(Training):
         order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(study.job.seed))
         self._order: list[int] = order.tolist()
         self._before: tuple[int, dict[str, Mapping[str, Tensor]]] | None = None  # the last factors, and their step
-        self._epochs, self._rate = EpochGradients(study.threshold), 0.0
+        assert study.threshold is not None
+        assert study.least_decay is not None
+        groups = [] if self.preconditioner is None else self.preconditioner._structure.groups
+        deciding = [member.layer.name for group in groups if sums_gradients(group) for member in group.members]
+        self._epochs, self._rate = EpochGradients(study.threshold, study.least_decay, deciding), 0.0
         self._sums: dict[str, dict[str, Tensor]] = {}
         if "norms" in study.figures:
             self._sum_gradients()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
 from torch import Tensor
 
+from natgrad.curvature.rows import LEAST_DECAY, THRESHOLD
 from natgrad.state.epochs import EpochState
 
-THRESHOLD = 0.5
-"""The default of η, from Accordion, which the paper cites; the paper has no value."""
-
 ALL = "(all)"
-"""The name of the entry for all parameters, whose norm decides on HyLo's switch."""
+"""The name of the entry for all parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +46,29 @@ def change(norms: Sequence[float], epoch: int) -> float | None:
     return abs(now - before) / before
 
 
-def critical(norms: Sequence[float], rates: Sequence[float], epoch: int, threshold: float = THRESHOLD) -> bool:
-    """Return whether an epoch is critical, from values known at its start.
-
-    EpochState 0 and 1 are critical, and so are epochs at which the learning rate falls to half or less, and those with
-    ``|‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| / ‖Δ_{e-2}‖ ≥ η``.
+def critical(
+    norms: Sequence[float],
+    rates: Sequence[float],
+    epoch: int,
+    threshold: float = THRESHOLD,
+    least_decay: float = LEAST_DECAY,
+) -> bool:
+    """Return whether an epoch is critical by the rule of HyLo's switch, from values known at its first step.
 
     Args:
         norms: ``‖Δ‖`` of at least all epochs before this one.
-        rates: The learning rate of each epoch, including this one.
+        rates: The learning rate at the first step of each epoch, including this one.
         epoch: e, from 0.
         threshold: η.
+        least_decay: The least fall of the learning rate that counts (`natgrad.HyLo`).
     """
-    decayed = epoch > 0 and rates[epoch] <= rates[epoch - 1] / 2
-    return EpochState(epoch=epoch, norms=list(norms[max(0, epoch - 2) : epoch]), decayed=decayed).critical(threshold)
+    state = EpochState(
+        epoch=epoch,
+        norms=list(norms[max(0, epoch - 2) : epoch]),
+        rates=[rates[epoch]],
+        before=list(rates[max(0, epoch - 1) : epoch]),
+    )
+    return state.critical(threshold, least_decay)
 
 
 class EpochGradients:
@@ -69,10 +76,15 @@ class EpochGradients:
 
     Args:
         threshold: η.
+        least_decay: The least fall of the learning rate that counts (`natgrad.HyLo`).
+        layers: The layers whose gradients decide which epochs are critical; empty: all.
     """
 
-    def __init__(self, threshold: float = THRESHOLD) -> None:
-        self._threshold = threshold
+    def __init__(
+        self, threshold: float = THRESHOLD, least_decay: float = LEAST_DECAY, layers: Collection[str] = ()
+    ) -> None:
+        self._threshold, self._least_decay, self._layers = threshold, least_decay, frozenset(layers)
+        self._deciding: list[float] = []
         self._norms: dict[str, list[float]] = {}
         self._rates: list[float] = []
 
@@ -84,12 +96,13 @@ class EpochGradients:
             learning_rate: The learning rate at its first step.
         """
         squares = {name: sum(float(total.double().square().sum()) for total in totals) for name, totals in sums.items()}
+        self._deciding.append(sqrt(sum(squares[name] for name in self._layers or squares)))
         squares[ALL] = sum(squares.values())
         epoch = len(self._rates)
         self._rates.append(learning_rate)
         for name, square in squares.items():
             self._norms.setdefault(name, []).append(sqrt(square))
-        flag = critical(self._norms[ALL], self._rates, epoch, self._threshold)
+        flag = critical(self._deciding, self._rates, epoch, self._threshold, self._least_decay)
         return [
             EpochNorm(
                 epoch=epoch,
