@@ -266,12 +266,12 @@ def _parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def warn_of_idle(model: nn.Module, curvature: Curvature | Curvatures, coverage: Coverage) -> None:
-    """Warn of patterns and classes that apply to no module, and of models without covered layers."""
+    """Warn of patterns that apply to no module, and of models without covered layers."""
     idle = _idle_patterns(model, curvature)
     if idle or not coverage.layers:
         frozen = any("frozen" in left.reason for left in coverage.left)
         uncovered = "no layer of the model is covered" + (" while its weights are frozen" if frozen else "")
-        what = f"in curvature= {', '.join(idle)} decide for no module" if idle else uncovered
+        what = f"the patterns {idle} decide for no module" if idle else uncovered
         warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=4)
 
 
@@ -323,12 +323,12 @@ def warn_of_lost(before: Iterable[str], coverage: Coverage) -> None:
 
 
 def _idle_patterns(model: nn.Module, curvature: Curvature | Curvatures) -> list[str]:
-    """Return the patterns and classes that apply to no module with parameters."""
+    """Return the patterns that apply to no module with parameters. A class without modules is no mistake."""
     if isinstance(curvature, Curvature):
         return []
     found = [place for place in places(model) if place.module._parameters]
     deciding = {next((key for key in curvature if matches(key, place.name, place.module)), None) for place in found}
-    return [show_key(key) for key in curvature if key not in deciding]
+    return [key for key in curvature if isinstance(key, str) and key not in deciding]
 
 
 def _choose(place: Place, curvature: Curvature | Curvatures) -> tuple[Curvature | None, str]:

@@ -138,11 +138,9 @@ class LargeBatch(Row):
         start, end = (epoch * self.steps_per_epoch for epoch in (self.start, self.end))
         return PolynomialDecay(optimizer, start=start, end=end, power=self.power)
 
-    def build_curvature(self, model: nn.Module, curvature: Curvature) -> dict[str | type[nn.Module], Curvature]:
-        """Return `curvature` for a model, and for its norm layers, with the same Fisher, the form of the recipe."""
-        norms = for_norms(curvature, self.norm_form)
-        kinds = [kind for kind in NORMS if any(isinstance(module, kind) for module in model.modules())]
-        return {**dict.fromkeys(kinds, norms), "*": curvature}
+    def build_curvature(self, curvature: Curvature) -> dict[str | type[nn.Module], Curvature]:
+        """Return `curvature`, and for norm layers, with the same Fisher, the form of the recipe."""
+        return {**dict.fromkeys(NORMS, for_norms(curvature, self.norm_form)), "*": curvature}
 
     def build_preconditioner(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Preconditioner:
         """Return the preconditioner: K-FAC without a KL clip, with a refresh at every step.
@@ -155,7 +153,7 @@ class LargeBatch(Row):
             **options: Arguments of `natgrad.Preconditioner` that replace the recipe's, such as ``refresh``.
         """
         defaults: dict[str, Any] = {
-            "curvature": self.build_curvature(model, KFAC(form="inverse", factor_decay=self.factor_decay)),
+            "curvature": self.build_curvature(KFAC(form="inverse", factor_decay=self.factor_decay)),
             "damping": self.damping_schedule(),
             "kl_clip": None,
             "refresh": Refresh(factors=1, inverses=1),

@@ -53,7 +53,7 @@ def _preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer
     options = job.all_curvature_options
     curvature: Any = curvatures.build(job.curvature, options, fisher=job.fisher, likelihood=task.likelihood)
     if job.recipe != "none":
-        curvature = job.large_batch().build_curvature(model, curvature)
+        curvature = job.large_batch().build_curvature(curvature)
     return Preconditioner(
         model,
         curvature,
