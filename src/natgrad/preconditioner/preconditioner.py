@@ -68,6 +68,7 @@ from natgrad.preconditioner.verification import (
     on_host,
     with_rates_of,
 )
+from natgrad.profiling import profiled
 from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.policy import resolve_refresh
 from natgrad.refresh.rule import SIDES, Reads
@@ -337,9 +338,11 @@ class Preconditioner:
             if self._structure.shares_work:
                 share(gradients, self._structure.plan, self._communicator, self._failures)
             clear_unusable(gradients, self._failures)
-            self._clip.apply(gradients, scale, self._scaling.of_layer)
-            for entry in gradients:
-                entry.write()
+            with profiled("clip"):
+                self._clip.apply(gradients, scale, self._scaling.of_layer)
+            with profiled("write"):
+                for entry in gradients:
+                    entry.write()
         self.call_order.written.note(self._structure.slots)
 
         progress.step += 1
