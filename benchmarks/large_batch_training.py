@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from time import process_time
@@ -22,6 +22,7 @@ from natgrad.tasks import facts, glyphs
 CLASSES, TRAIN, TEST = len(facts.CHARACTERS), 32768, 8192
 WARM_UP, POWER = 0.1, 2.0  # of first-order methods: share of the length, power of the decay (You et al. 2017)
 OWN = "natgrad"
+MIXED = 17.5  # epochs from which the recipe mixes and erases, which both need epochs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class Training:
 
 
 class Recipe(Training):
-    """The large-batch recipe, in full."""
+    """The large-batch recipe."""
 
     def __init__(self, model: nn.Module, row: recipes.LargeBatch, rate: float, seed: int) -> None:
         """All parts, at another learning rate."""
@@ -106,7 +107,9 @@ def steps_of(batch: int, length: float) -> int:
 
 
 def recipe(batch: int, length: float) -> recipes.LargeBatch:
-    return recipes.large_batch(batch, samples=TRAIN, epochs=length)
+    """Return the recipe with 2 x 2 blocks for norm layers; short trainings neither mix nor erase."""
+    row = recipes.large_batch(batch, samples=TRAIN, epochs=length, norm_form="unit")
+    return row if length >= MIXED else replace(row, mixup=0.0, erasing=0.0)
 
 
 def usual_rate(method: str, batch: int, length: float) -> float:

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 
 import pytest
 import torch
@@ -44,6 +45,46 @@ def test_a_dict_gives_each_layer_its_own_curvature():
     (eigen, raw), (inverse, _) = reference(), reference(form="inverse")
     dense.assert_equal(actual, {"0": eigen["0"], "2": inverse["2"], "4": raw["4"]})
     dense.assert_equal(solved(network(), {"0": natgrad.KFAC()}), {"0": eigen["0"], "2": raw["2"], "4": raw["4"]})
+
+
+def test_classes_of_modules_choose_too():
+    """The paper's layers alone: norm layers and embeddings are neither captured nor part of the KL clip."""
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.conv = nn.Embedding(5, 4), nn.Conv1d(4, 4, 1)
+            self.norm, self.head, self.last = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, words):
+            return self.last(self.head(self.norm(self.conv(self.table(words).mT).mean(-1))))
+
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kfac = dict.fromkeys((nn.Linear, nn.Conv1d), natgrad.KFAC())
+        preconditioner = natgrad.Preconditioner(model, {"last": None, **kfac}, optimizer=optimizer)
+    names = {slot.name for slot in preconditioner._structure.slots}
+    assert names == {"conv.weight", "conv.bias", "head.weight", "head.bias"}
+    reasons = {left.reason for left in preconditioner._structure.coverage.left}
+    assert reasons == {"no pattern or class matches its module", "excluded by the pattern 'last'"}
+    cross_entropy(model(torch.arange(10).view(2, 5) % 5), torch.tensor([0, 1])).backward()
+    raw = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    preconditioner.step()
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter.grad, raw[name])}
+    assert changed == names
+
+
+def test_a_class_has_the_damping_of_its_curvature():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    chosen = {nn.LayerNorm: natgrad.UnitWise(), nn.Linear: natgrad.SNGD()}
+    assert [group.factor for group in natgrad.Preconditioner(model, chosen)._structure.groups] == pytest.approx(
+        [100, 1, 100]
+    )
+    with pytest.raises(ValueError, match="classes of modules"):
+        natgrad.Preconditioner(model, {int: natgrad.KFAC()})
 
 
 class Zoo(nn.Module):

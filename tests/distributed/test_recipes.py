@@ -1,8 +1,5 @@
 """The parts of the recipe on ranks: mixtures of their own, and weights that FSDP2 has sharded."""
 
-import sys
-
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,7 +17,7 @@ def mixtures(steps):
     done = []
     for step in range(steps):
         inputs, targets = torch.randn(3, 1, 6, 6, generator=generator), torch.randint(3, (3,), generator=generator)
-        done.append((mixup.share(step), inputs, *mixup(inputs, targets), erasing(torch.ones(9, 1, 8, 8))))
+        done.append((mixup.shares(step, 3), inputs, *mixup(inputs, targets), erasing(torch.ones(9, 1, 8, 8))))
     return done
 
 
@@ -28,11 +25,11 @@ def test_each_rank_has_its_own_mixture(ranks):
     first, second = ranks.run(2, mixtures, 3)
     for rank, done in enumerate((first, second)):
         past = None
-        for step, (share, inputs, mixed, _, _) in enumerate(done):
-            assert share == RunningMixup(0.4, rank=rank).share(step)
-            past = inputs if past is None else torch.lerp(past, inputs, share)
+        for step, (shares, inputs, mixed, _, _) in enumerate(done):
+            assert torch.equal(shares, RunningMixup(0.4, rank=rank).shares(step, 3))
+            past = inputs if past is None else torch.lerp(past, inputs, shares.view(3, 1, 1, 1).float())
             assert torch.allclose(mixed, past, atol=1e-6)
-    assert all(one[0] != other[0] for one, other in zip(first, second, strict=True))
+    assert all(not torch.equal(one[0], other[0]) for one, other in zip(first, second, strict=True))
     assert not all(torch.equal(one[4], other[4]) for one, other in zip(first, second, strict=True))
 
 
@@ -44,9 +41,7 @@ def run_by_recipe(folder, stop):
     def save(run):
         checkpoint.save(folder, run.position.step, run.state_dict())
 
-    with pytest.MonkeyPatch.context() as patch:  # only longer trainings mix and erase
-        patch.setattr(sys.modules["natgrad.recipes.large_batch"], "_LEAST_EPOCHS_TO_MIX", 0)
-        run = Training(job, world, observer=Silent(), stop=lambda: stop, save=save)
+    run = Training(job, world, observer=Silent(), stop=lambda: stop, save=save)
     if checkpoint.latest(folder) is not None:
         run.load_state_dict(checkpoint.load(checkpoint.latest(folder)))
     status = run.run().status

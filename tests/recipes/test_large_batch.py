@@ -86,7 +86,25 @@ def test_factors_are_of_as_many_samples_as_the_smallest_batch_of_the_table(batch
     assert row.factor_decay == pytest.approx(1 - forgets)
     model = nn.Linear(2, 2)
     preconditioner = row.build_preconditioner(model, row.build_optimizer(model))
-    assert preconditioner.curvature.factor_decay == row.factor_decay
+    assert preconditioner.curvature["*"].factor_decay == row.factor_decay
+
+
+@pytest.mark.parametrize("form", ["full", "diag", "unit"])
+def test_norm_layers_have_the_form_that_is_asked_for(form):
+    row = recipes.large_batch(4, samples=8, epochs=1, norm_form=form)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.LayerNorm(2))
+    preconditioner = row.build_preconditioner(model, row.build_optimizer(model))
+    covered = {layer.name: curvature for layer, curvature in preconditioner._structure.coverage.layers}
+    assert [covered[name].form for name in ("0", "1", "3")] == ["inverse", form, form]
+    assert covered["1"].factor_decay == row.factor_decay > 0
+    assert recipes.large_batch(4096).norm_form == "full"  # as in section 5.3
+    with pytest.raises(ValueError, match="norm_form"):
+        recipes.large_batch(4096, norm_form="dense")
+
+
+def test_short_trainings_mix_and_erase_too():
+    row = recipes.large_batch(4096, epochs=1)
+    assert (row.mixup, row.erasing) == (0.4, 0.5)
 
 
 def test_training_with_all_parts_follows_the_equations_and_learns():

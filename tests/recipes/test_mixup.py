@@ -1,6 +1,5 @@
 import copy
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -25,30 +24,33 @@ def test_every_step_mixes_with_the_mixture_before_it():
     for step, (inputs, numbers) in enumerate(batches([4] * 6)):
         mixed, labels = mixup(inputs, numbers)
         onehot = torch.eye(3, dtype=torch.float64)[numbers]
-        share = mixup.share(step)
+        shares = mixup.shares(step, 4)
         if before is None:
             expected = inputs, onehot
         else:
-            expected = tuple(share * now + (1 - share) * old for now, old in zip((inputs, onehot), before, strict=True))
+            expected = tuple(
+                torch.stack([share * a + (1 - share) * b for share, a, b in zip(shares, now, old, strict=True)])
+                for now, old in zip((inputs, onehot), before, strict=True)
+            )
         assert torch.allclose(mixed, expected[0], rtol=1e-14)
         assert torch.allclose(labels, expected[1], rtol=1e-14)
         assert torch.allclose(labels.sum(1), torch.ones(4, dtype=torch.float64))
         before = expected
 
 
-def test_shares_are_beta_distributed():
+def test_each_sample_has_the_larger_of_two_beta_distributed_shares():
     for alpha in (0.4, 1.0):
-        mixup = RunningMixup(alpha)
-        shares = np.array([mixup.share(step) for step in range(4000)])
-        # The moments of Beta(α, α), each within four standard errors or more.
-        assert abs(shares.mean() - 0.5) < 0.03
-        assert abs(shares.var() - 1 / (4 * (2 * alpha + 1))) < 0.01
+        shares = torch.cat([RunningMixup(alpha).shares(step, 40) for step in range(100)])
+        assert shares.min() >= 0.5
+        # The variance of Beta(α, α), around 1/2, within four standard errors or more.
+        assert abs((shares - 0.5).square().mean() - 1 / (4 * (2 * alpha + 1))) < 0.01
+    assert torch.equal(RunningMixup(0).shares(3, 2), torch.ones(2, dtype=torch.float64))
 
 
 def test_seeds_and_ranks_draw_apart_and_again_the_same():
-    shares = {RunningMixup(0.4, seed=seed, rank=rank).share(3) for seed in range(3) for rank in range(3)}
-    assert len(shares) == 9
-    assert RunningMixup(0.4, seed=2, rank=1).share(3) == RunningMixup(0.4, seed=2, rank=1).share(3)
+    drawn = [RunningMixup(0.4, seed=seed, rank=rank).shares(3, 2) for seed in range(3) for rank in range(3)]
+    assert len(torch.cat(drawn).unique()) == 18
+    assert torch.equal(RunningMixup(0.4, seed=2, rank=1).shares(3, 2), drawn[7])
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)

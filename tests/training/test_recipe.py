@@ -1,9 +1,7 @@
 import itertools
 import json
-import sys
 from dataclasses import replace
 
-import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
@@ -18,12 +16,6 @@ from natgrad.training.world import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 JOB = Job(task="digits", recipe="large-batch", batch_size=256, epochs=2)
-
-
-@pytest.fixture(autouse=True)
-def _mixes(monkeypatch):
-    """Let these short trainings mix and erase, as only longer ones do."""
-    monkeypatch.setattr(sys.modules["natgrad.recipes.large_batch"], "_LEAST_EPOCHS_TO_MIX", 0)
 
 
 def training(job, *, stop=lambda: False, save=None):

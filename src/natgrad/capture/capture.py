@@ -30,6 +30,7 @@ from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import MatrixRows, SharedInput, by_sample
 from natgrad.linalg.device import full_products, known_all, on_host
+from natgrad.profiling import profiled
 from natgrad.refresh.rule import Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.results import read_for_capture
@@ -250,8 +251,9 @@ class Capture:
 
     def finish(self) -> None:
         """Complete the sums of the step."""
-        for name in list(self._pooled):
-            self._flush(name)
+        with profiled("capture"):
+            for name in list(self._pooled):
+                self._flush(name)
 
     def reset(self, *, wanted: bool, rows: bool, sides: frozenset[Side]) -> None:
         """Begin the next step; `wanted`: whether it needs the sums of `sides`; `rows`: whether it needs rows."""
@@ -398,7 +400,7 @@ class Capture:
         if compares:
             self.audit.add(use.layer, known, gradient, samples)
         if collects:
-            with full_products(gradient.device):
+            with profiled("capture"), full_products(gradient.device):
                 self._observe(use, task, samples, known, inputs.source, gradient)
 
     def _discard_returned(self) -> None:
@@ -483,7 +485,8 @@ class Capture:
 
     def _complete(self, name: str) -> None:
         self.release_kept(name)
-        self._flush(name)
+        with profiled("capture"):
+            self._flush(name)
 
     def _flush(self, name: str) -> None:
         """Add the pooled rows of a layer to its sums or rows."""

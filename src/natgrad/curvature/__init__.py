@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from natgrad.curvature.base import Curvature
 from natgrad.curvature.ekfac import EKFAC
@@ -12,6 +13,7 @@ from natgrad.curvature.rows import SNGD, HyLo
 from natgrad.curvature.spectral import Spectral
 from natgrad.curvature.unitwise import UnitWise
 from natgrad.errors import require
+from natgrad.layers import is_key, show_key
 
 __all__ = ["EKFAC", "KFAC", "SNGD", "Curvature", "HyLo", "RankOne", "Spectral", "UnitWise"]
 
@@ -24,21 +26,24 @@ BY_NAME: dict[str, Callable[..., Curvature]] = {
     "rank-one": RankOne,
 }
 
+# Keys: fnmatch patterns of module names (str), and classes of modules. (A union as key type would refuse dicts of str.)
+Curvatures: TypeAlias = Mapping[Any, Curvature | None]
 
 _ALLOWED = f"a Curvature such as natgrad.KFAC(), one of the names {', '.join(BY_NAME)}, or None"
 
 
-def resolve_curvature(curvature: object) -> Curvature | dict[str, Curvature | None]:
+def resolve_curvature(curvature: object) -> Curvature | Curvatures:
     """Return the argument `curvature` of `natgrad.Preconditioner` with names resolved; None becomes ``KFAC()``.
 
     Raises:
         ValueError: if it, or a value of the mapping, is not allowed.
     """
     if not isinstance(curvature, Mapping):
-        return _resolve("curvature", curvature, f"{_ALLOWED}, or a mapping of patterns to these") or KFAC()
-    for pattern in curvature:
-        require(isinstance(pattern, str), "curvature", pattern, "a mapping whose keys are fnmatch patterns (str)")
-    return {pattern: _resolve(f"curvature[{pattern!r}]", own, _ALLOWED) for pattern, own in curvature.items()}
+        return _resolve("curvature", curvature, f"{_ALLOWED}, or a mapping of patterns and classes to these") or KFAC()
+    for key in curvature:
+        allowed = "a mapping whose keys are fnmatch patterns (str) or classes of modules"
+        require(is_key(key), "curvature", key, allowed)
+    return {key: _resolve(f"curvature[{show_key(key)}]", own, _ALLOWED) for key, own in curvature.items()}
 
 
 def _resolve(name: str, curvature: object, allowed: str) -> Curvature | None:

@@ -15,6 +15,9 @@ from natgrad.errors import require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
+FORMS = ("full", "unit", "diag")
+"""The forms of `UnitWise`."""
+
 
 class UnitWise(Curvature):
     """The Fisher of norm layers, ``F = (1/B) Σ_n u uᵀ`` over samples n.
@@ -48,7 +51,7 @@ class UnitWise(Curvature):
         Raises:
             ValueError: if an argument is not allowed.
         """
-        require_one_of("form", form, "full", "unit", "diag")
+        require_one_of("form", form, *FORMS)
         self.form, self.fisher = form, fisher
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
@@ -128,7 +131,7 @@ class UnitWise(Curvature):
         return (d_out, d_in + (d_in - 1 if self.form == "unit" else 0)), False
 
 
-def for_norms(curvature: Curvature) -> UnitWise:
-    """Return the curvature of norm layers beside another curvature, with the same Fisher: a block for each channel."""
+def for_norms(curvature: Curvature, form: Literal["full", "unit", "diag"] = "unit") -> UnitWise:
+    """Return the curvature of norm layers beside another curvature, with the same Fisher."""
     fisher: Literal["empirical", "sampled"] = "empirical" if curvature.likelihood is None else "sampled"
-    return UnitWise(fisher=fisher, factor_decay=curvature.factor_decay, likelihood=curvature.likelihood)
+    return UnitWise(form=form, fisher=fisher, factor_decay=curvature.factor_decay, likelihood=curvature.likelihood)

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from natgrad.distributed.buckets import Slices, WireFormat, narrower
 from natgrad.errors import LostRankError
 from natgrad.linalg.device import on_host
+from natgrad.profiling import profiled
 
 # The ranks within the whole group, and the purpose: each purpose has a separate queue of messages.
 GroupKey = tuple[tuple[int, ...], str]
@@ -46,18 +47,19 @@ class Work:
     def __init__(
         self,
         runtime: Communicator,
+        kind: str,
         message: Tensor,
         work: dist.Work | None = None,
         finish: Callable[[], object] | None = None,
     ) -> None:
         """Wrap the `work` that sends a `message`, and a function to `finish` it, which may be collective."""
-        self._runtime, self._message, self._work, self._finish = runtime, message, work, finish
+        self._runtime, self._kind, self._message, self._work, self._finish = runtime, kind, message, work, finish
         self.wait_is_local = finish is None
 
     def wait(self) -> None:
         """Wait for the result; further calls do nothing."""
         if self._work is not None:
-            with self._runtime.collective():
+            with self._runtime.collective(self._kind):
                 self._work.wait()
         if self._finish is not None:
             self._finish()
@@ -99,23 +101,26 @@ class Communicator:
         self._sent[kind] = self._sent.get(kind, 0.0) + sent
 
     @contextmanager
-    def collective(self) -> Iterator[None]:
+    def collective(self, kind: str) -> Iterator[None]:
         """Measure the host seconds of a collective, and explain its errors. All collectives are called in it.
+
+        A profile shows it by its kind (`natgrad.profiling`).
 
         If another rank has stopped, the backend raises when the connection breaks, at the latest after the timeout of
         the process group.
         """
         started = perf_counter()
         try:
-            yield
+            with profiled(f"send.{kind}"):
+                yield
         except RuntimeError as error:
             raise self.explained(error) from error
         finally:
             self.seconds += perf_counter() - started
 
-    def _run(self, post: Callable[[], dist.Work]) -> None:
+    def _run(self, kind: str, post: Callable[[], dist.Work]) -> None:
         """Start a collective and wait for its result."""
-        with self.collective():
+        with self.collective(kind):
             post().wait()
 
     def explained(self, error: RuntimeError) -> LostRankError:
@@ -141,7 +146,7 @@ class Communicator:
         if key not in self._known:
             kept = _kept.setdefault(self.group, {})
             found = self.all_gather_objects((key in kept, max(_group_count(), _numbers.get(_world(), -1) + 1)))
-            with self.collective():
+            with self.collective("objects"):
                 if not all(found[rank][0] for rank in ranks):
                     members = [dist.get_global_rank(self.group, rank) for rank in ranks]
                     kept[key] = _make(members, self.group, max(number for _, number in found))
@@ -159,7 +164,7 @@ class Communicator:
         """Return the value of each rank, any picklable object whose tensors are on the host; collective."""
         found = [value] * self.ranks
         if self.ranks > 1:
-            with self.collective():
+            with self.collective("objects"):
                 dist.all_gather_object(found, value, group=self.group)
         return found
 
@@ -201,10 +206,10 @@ class Communicator:
             post = self._post_rounded if finishes_alone else self._post_narrow
             return post(message, kind, narrow, group)
         if self.ranks == 1:
-            return Work(self, message)
+            return Work(self, kind, message)
         self.count(kind, message.nbytes * 2 * (self.ranks - 1) / self.ranks)
-        with self.collective():
-            return Work(self, message, dist.all_reduce(message, group=group, async_op=True))
+        with self.collective(kind):
+            return Work(self, kind, message, dist.all_reduce(message, group=group, async_op=True))
 
     def _post_narrow(self, message: Tensor, kind: str, wire: torch.dtype, group: dist.ProcessGroup | None) -> Work:
         """Sum by reduce-scatter and all-gather of narrow numbers; each rank sums its piece in the message's dtype.
@@ -218,7 +223,7 @@ class Communicator:
         sent = layout.empty(self.ranks, message.device)
         layout.write(sent, pieces)
         arrived = torch.empty_like(sent)
-        with self.collective():
+        with self.collective(kind):
             scattered = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
 
         def finish() -> None:
@@ -226,22 +231,22 @@ class Communicator:
             values[self.rank] = pieces[self.rank]  # unrounded
             piece = layout.empty(1, message.device)
             layout.write(piece, values.sum(0, keepdim=True))
-            self._run(lambda: _all_gather(arrived, piece, group))
+            self._run(kind, lambda: _all_gather(arrived, piece, group))
             message.copy_(layout.read(arrived)[1].flatten()[: len(message)])
 
-        return Work(self, message, scattered, finish)
+        return Work(self, kind, message, scattered, finish)
 
     def _post_rounded(self, message: Tensor, kind: str, wire: torch.dtype, group: dist.ProcessGroup | None) -> Work:
         """Sum in one collective: two ranks gather rounded numbers; with more ranks, partial sums are also rounded."""
         codes = message.to(wire)
         self.count(kind, codes.nbytes * 2 * (self.ranks - 1) / self.ranks)
-        with self.collective():
+        with self.collective(kind):
             if self.ranks > 2:
                 work = dist.all_reduce(codes, group=group, async_op=True)
-                return Work(self, message, work, lambda: message.copy_(codes))
+                return Work(self, kind, message, work, lambda: message.copy_(codes))
             both = codes.new_empty(2, len(codes))
             work = _all_gather(both.view(-1), codes, group)
-            return Work(self, message, work, lambda: message.copy_(both[0]).add_(both[1]))
+            return Work(self, kind, message, work, lambda: message.copy_(both[0]).add_(both[1]))
 
     # --- Sums that go to their owners, results that owners share ------------------------------------------------
 
@@ -259,7 +264,7 @@ class Communicator:
             own = part if rank == self.rank else own  # not sent, and so not rounded
             layout.write(rows[rank : rank + 1], part[None])
         self.count(kind, (self.ranks - 1) * layout.payload)
-        summed = self._reduce_scatter(rows, layout, own)
+        summed = self._reduce_scatter(rows, layout, own, kind)
         found = self._move_surplus(summed, slices, layout, kind, range(self.ranks), to_owners=True)
         return torch.cat([summed[slices.first(self.rank)], *found])
 
@@ -287,10 +292,10 @@ class Communicator:
         layout.write(row, slices.fill([owned[slices.first(ranks.index(self.rank))], *found])[None])
         self.count(kind, (len(ranks) - 1) * layout.payload)
         members = self.subgroup(ranks)
-        self._run(lambda: _all_gather(arrived, row, members))
+        self._run(kind, lambda: _all_gather(arrived, row, members))
         return slices.join(list(layout.read(arrived)[1]))
 
-    def _reduce_scatter(self, rows: Tensor, layout: WireFormat, own: Tensor) -> Tensor:
+    def _reduce_scatter(self, rows: Tensor, layout: WireFormat, own: Tensor, kind: str) -> Tensor:
         """Return the sum of this rank's slice, to which it adds its unrounded numbers `own`.
 
         Gloo's reduce-scatter sends as many bytes as an all-reduce, and every reduce-scatter sums in the dtype that it
@@ -301,10 +306,10 @@ class Communicator:
             # The name of the function depends on torch's version.
             sum_rows = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             numbers = summed.view(layout.dtype), rows.view(layout.dtype)
-            self._run(lambda: sum_rows(*numbers, group=self.group, async_op=True))
+            self._run(kind, lambda: sum_rows(*numbers, group=self.group, async_op=True))
             return layout.read(summed)[1][0]
         arrived = torch.empty_like(rows)
-        self._run(lambda: dist.all_to_all_single(arrived, rows, group=self.group, async_op=True))
+        self._run(kind, lambda: dist.all_to_all_single(arrived, rows, group=self.group, async_op=True))
         _, values = layout.read(arrived)
         values[self.rank] = own
         return values.sum(0)
@@ -335,7 +340,7 @@ class Communicator:
             self.count(kind, part.payload)
             messages.append(message[0])
         parts = [replace(layout, narrow=run.stop - run.start) for run in incoming]
-        arrived = self.redistribute(messages, [part.size for part in parts], ranks=ranks)
+        arrived = self.redistribute(messages, [part.size for part in parts], kind, ranks=ranks)
         return [part.read(message[None])[1][0] for part, message in zip(parts, arrived, strict=True) if part.size]
 
     # --- Rows that all ranks gather, and rows that move to other ranks ------------------------------------------
@@ -344,11 +349,11 @@ class Communicator:
         """Return the messages ``[P, n]`` of all ranks; each rank sends (P - 1) times its n elements."""
         self.count(kind, message.nbytes * (self.ranks - 1))
         arrived = message.new_empty(self.ranks * len(message))
-        self._run(lambda: _all_gather(arrived, message, self.group))
+        self._run(kind, lambda: _all_gather(arrived, message, self.group))
         return arrived.view(self.ranks, -1)
 
     def redistribute(
-        self, outgoing: Sequence[Tensor], sizes: Sequence[int], *, ranks: Sequence[int] | None = None
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int], kind: str, *, ranks: Sequence[int] | None = None
     ) -> list[Tensor]:
         """Send a vector to each of `ranks` (None: all), and return the received vectors, whose lengths are `sizes`.
 
@@ -358,7 +363,7 @@ class Communicator:
         sent = torch.cat(list(outgoing))
         arrived = sent.new_empty(sum(sizes))
         lengths = [len(vector) for vector in outgoing]
-        self._run(lambda: dist.all_to_all_single(arrived, sent, list(sizes), lengths, group=group, async_op=True))
+        self._run(kind, lambda: dist.all_to_all_single(arrived, sent, list(sizes), lengths, group=group, async_op=True))
         return list(arrived.split(list(sizes)))
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor]], kind: str) -> None:
@@ -368,10 +373,10 @@ class Communicator:
             assert self.group is not None
             if owner == self.rank:
                 self.count(kind, message.nbytes * (self.ranks - 1))
-            with self.collective():
+            with self.collective(kind):
                 source = dist.get_global_rank(self.group, owner)
                 work = dist.broadcast(message, src=source, group=self.group, async_op=True)
-                works.append(Work(self, message, work))
+                works.append(Work(self, kind, message, work))
         for posted in works:
             posted.wait()
 

@@ -374,7 +374,7 @@ def collect_rows(
         messages = [torch.cat(parts) for parts in outgoing]
         runtime.count(kind, sum(message.nbytes for message in messages))
         sizes = [[len(rows) * math.prod(slot.parameter.shape[1:]) for slot, rows in parts] for parts in incoming]
-        arrived = runtime.redistribute(messages, list(map(sum, sizes)))
+        arrived = runtime.redistribute(messages, list(map(sum, sizes)), kind)
         for parts, lengths, message in zip(incoming, sizes, arrived, strict=True):
             for (slot, rows), vector in zip(parts, message.split(lengths), strict=True):
                 put_rows(gathered, slot, rows.start, vector)

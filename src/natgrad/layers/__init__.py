@@ -23,6 +23,7 @@ from natgrad.layers.cells import CELLS, cell_layers
 from natgrad.layers.convolution import ConvolutionLayer
 from natgrad.layers.embedding import embedding_layers
 from natgrad.layers.experts import expert_layers, has_experts
+from natgrad.layers.keys import is_key, matches, show_key
 from natgrad.layers.linear import Conv1DLayer, LinearLayer, conv1d_of
 from natgrad.layers.norm import NORMS, norm_layers
 from natgrad.layers.recognition import form_of, has_one_weight
@@ -38,13 +39,16 @@ __all__ = [
     "Rows",
     "Slot",
     "first_argument",
+    "is_key",
     "is_known",
     "is_trained",
     "layers_for",
+    "matches",
     "qualified",
     "reason_for",
     "register_layer",
     "remove_all",
+    "show_key",
 ]
 
 # A module gets the layers of the first type that it is an instance of.

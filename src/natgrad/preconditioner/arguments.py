@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.capture.counts import Reductions
-from natgrad.curvature import Curvature
+from natgrad.curvature import Curvature, Curvatures
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.damping import ByKind
 from natgrad.distributed import resolve
 from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group
 from natgrad.errors import NatgradError, NatgradWarning, require, require_one_of
+from natgrad.layers import show_key
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.schedule import check_number, is_whole
@@ -76,12 +77,12 @@ def check_dense(model: nn.Module, name: str, value: object, reader: str) -> None
     require(not tables, name, value, allowed)
 
 
-def _check_curvature(curvature: Curvature | Mapping[str, Curvature | None]) -> None:
+def _check_curvature(curvature: Curvature | Curvatures) -> None:
     drawn: set[Likelihood] = set()
-    for pattern, choice in curvature.items() if isinstance(curvature, Mapping) else ():
+    for key, choice in curvature.items() if isinstance(curvature, Mapping) else ():
         drawn |= {choice.likelihood} if choice is not None and choice.likelihood is not None else set()
         allowed = "sampled from one and the same likelihood as others"
-        require(len(drawn) <= 1, f"curvature[{pattern!r}]", choice, allowed)
+        require(len(drawn) <= 1, f"curvature[{show_key(key)}]", choice, allowed)
 
 
 def _check_optimizer(model: nn.Module, optimizer: object) -> None:

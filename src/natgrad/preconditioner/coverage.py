@@ -6,16 +6,15 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from natgrad.curvature import Curvature
+from natgrad.curvature import Curvature, Curvatures
 from natgrad.curvature.unitwise import for_norms
 from natgrad.errors import NatgradWarning
-from natgrad.layers import Layer, is_known, is_trained, layers_for, qualified, reason_for
+from natgrad.layers import Layer, is_known, is_trained, layers_for, matches, qualified, reason_for, show_key
 from natgrad.layers.embedding import EmbeddingLayer
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -105,7 +104,7 @@ def unfrozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> Coverage:
+def cover(model: nn.Module, curvature: Curvature | Curvatures) -> Coverage:
     """Assign a curvature to each layer of an unwrapped model, and give a reason for every other parameter."""
     modules = list(places(model))
     found = [_find(place, curvature) for place in modules if list(_parameters_of(place.module))]
@@ -163,8 +162,8 @@ class _Found:
     is_intended: bool = False
 
 
-def _find(place: Place, curvature: Curvature | Mapping[str, Curvature | None]) -> _Found:
-    choice, reason = _choose(place.name, curvature)
+def _find(place: Place, curvature: Curvature | Curvatures) -> _Found:
+    choice, reason = _choose(place, curvature)
     if choice is None:
         return _Found(place, [], None, reason, known=False, is_intended=True)
     made = layers_for(place.name, place.module, place.parent)
@@ -266,7 +265,7 @@ def _parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
-def warn_of_idle(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None], coverage: Coverage) -> None:
+def warn_of_idle(model: nn.Module, curvature: Curvature | Curvatures, coverage: Coverage) -> None:
     """Warn of patterns that apply to no module, and of models without covered layers."""
     idle = _idle_patterns(model, curvature)
     if idle or not coverage.layers:
@@ -323,19 +322,19 @@ def warn_of_lost(before: Iterable[str], coverage: Coverage) -> None:
         )
 
 
-def _idle_patterns(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> list[str]:
-    """Return the patterns that apply to no module with parameters."""
+def _idle_patterns(model: nn.Module, curvature: Curvature | Curvatures) -> list[str]:
+    """Return the patterns that apply to no module with parameters. A class without modules is no mistake."""
     if isinstance(curvature, Curvature):
         return []
-    names = [place.name for place in places(model) if place.module._parameters]
-    deciding = {next((pattern for pattern in curvature if fnmatchcase(name, pattern)), None) for name in names}
-    return [pattern for pattern in curvature if pattern not in deciding]
+    found = [place for place in places(model) if place.module._parameters]
+    deciding = {next((key for key in curvature if matches(key, place.name, place.module)), None) for place in found}
+    return [key for key in curvature if isinstance(key, str) and key not in deciding]
 
 
-def _choose(name: str, curvature: Curvature | Mapping[str, Curvature | None]) -> tuple[Curvature | None, str]:
+def _choose(place: Place, curvature: Curvature | Curvatures) -> tuple[Curvature | None, str]:
     if isinstance(curvature, Curvature):
         return curvature, ""
-    for pattern, choice in curvature.items():
-        if fnmatchcase(name, pattern):
-            return choice, f"excluded by the pattern {pattern!r}"
-    return None, "no pattern matches its module"
+    for key, choice in curvature.items():
+        if matches(key, place.name, place.module):
+            return choice, f"excluded by the {'pattern' if isinstance(key, str) else 'class'} {show_key(key)}"
+    return None, "no pattern or class matches its module"

@@ -68,6 +68,7 @@ from natgrad.preconditioner.verification import (
     on_host,
     with_rates_of,
 )
+from natgrad.profiling import profiled
 from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.policy import resolve_refresh
 from natgrad.refresh.rule import SIDES, Reads
@@ -80,7 +81,7 @@ class Preconditioner:
     """Replaces ``.grad`` by the natural gradient, in place, between ``loss.backward()`` and ``optimizer.step()``.
 
     Attributes:
-        curvature: The `Curvature` of the layers, or the mapping of patterns to curvatures.
+        curvature: The `Curvature` of the layers, or the mapping of patterns and classes to curvatures.
         call_order: Checks the order of calls. Not part of the public interface.
         membership: Follows the groups of the optimizer. Not part of the public interface. None: there is no optimizer.
 
@@ -96,7 +97,7 @@ class Preconditioner:
     def __init__(
         self,
         model: nn.Module,
-        curvature: Curvature | str | Mapping[str, Curvature | str | None] | None = None,
+        curvature: Curvature | str | Mapping[Any, Curvature | str | None] | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         damping: Damping | None = None,
@@ -121,8 +122,10 @@ class Preconditioner:
             model: The model: plain, in ``DistributedDataParallel``, or sharded by FSDP2 (``fully_shard``) beforehand.
             curvature: The approximation of the Fisher. One `Curvature` applies to all layers that it supports (default:
                 ``KFAC()``). "kfac", "ekfac", "sngd", "hylo" and "rank-one" stand for those with their
-                defaults. A mapping assigns curvatures by fnmatch patterns of module names; the first match wins, and
-                None leaves a layer to the optimizer.
+                defaults. A mapping assigns curvatures by fnmatch patterns of module names and by classes of modules;
+                the first match wins, and None leaves a layer to the optimizer, as does no match.
+                ``dict.fromkeys((nn.Linear, nn.Conv2d), natgrad.KFAC())`` is K-FAC for these layers only, without norm
+                layers and embeddings.
             optimizer: The KL clip reads the current learning rates from it. natgrad warns if it steps with gradients
                 that were not preconditioned. Not ``torch.optim.LBFGS``, which runs its closure inside a step.
             damping: γ: a number above 0, a callable of the step, or a `natgrad.damping.ByKind`. None: the
@@ -337,9 +340,11 @@ class Preconditioner:
             if self._structure.shares_work:
                 share(gradients, self._structure.plan, self._communicator, self._failures)
             clear_unusable(gradients, self._failures)
-            self._clip.apply(gradients, scale, self._scaling.of_layer)
-            for entry in gradients:
-                entry.write()
+            with profiled("clip"):
+                self._clip.apply(gradients, scale, self._scaling.of_layer)
+            with profiled("write"):
+                for entry in gradients:
+                    entry.write()
         self.call_order.written.note(self._structure.slots)
 
         progress.step += 1

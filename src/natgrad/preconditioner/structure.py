@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from math import prod
@@ -10,7 +10,7 @@ from zlib import crc32
 
 from torch import nn
 
-from natgrad.curvature import Curvature
+from natgrad.curvature import Curvature, Curvatures
 from natgrad.curvature.base import computed_for, declarations, gathered, statistics_of, summed
 from natgrad.distributed import Assignment, LayerDemand, Placement, Plan, make_plan
 from natgrad.distributed.fsdp import is_managed, is_sharded, reshard
@@ -32,7 +32,7 @@ class Structure:
     def __init__(
         self,
         root: nn.Module,
-        curvature: Curvature | Mapping[str, Curvature | None],
+        curvature: Curvature | Curvatures,
         precision: Precision,
         *,
         placement: Placement,

@@ -18,8 +18,11 @@ from natgrad.schedule import check_number
 class HeavyBall(Optimizer):
     """``v ← m v - η g``, ``w ← w + v``: heavy-ball momentum (Polyak 1964; Osawa 2019, eq. 19).
 
-    v is the last change of the weights. `torch.optim.SGD` uses ``b ← m b + g`` and ``w ← w - η b``, so that a new
-    learning rate also scales past gradients; both are equal only while η is constant.
+    v is the last step of this optimizer. A change of the weights by anything else, such as `WeightRescaling`, is not
+    part of it, as in the authors' code. As printed, the difference of weights in eq. 19 is that of rescaled ones.
+
+    `torch.optim.SGD` uses ``b ← m b + g`` and ``w ← w - η b``, so that a new learning rate also scales past gradients;
+    both are equal only while η is constant.
     """
 
     def __init__(self, params: ParamsT, lr: float = 1e-2, momentum: float = 0.9) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from natgrad import KFAC, Preconditioner, Refresh
+from natgrad import KFAC, Curvature, Preconditioner, Refresh
+from natgrad.curvature.unitwise import FORMS, for_norms
 from natgrad.damping import ByKind, WarmUp
-from natgrad.errors import require
+from natgrad.errors import require, require_one_of
+from natgrad.layers.norm import NORMS
 from natgrad.recipes.erasing import ZeroErasing
 from natgrad.recipes.heavy_ball import HeavyBall
 from natgrad.recipes.mixup import RunningMixup
@@ -80,9 +82,6 @@ _MOST_OF_A_TRAINING = 0.25
 _LEAST_WARM_UP = 2.0
 """The least warm-up relative to the fewest steps that eq. 15 allows: γ - γ_target then halves in each step."""
 
-_LEAST_EPOCHS_TO_MIX = min(row.epochs for row in ROWS) / 2
-"""Half the shortest training of the table; shorter ones use no mixup or erasing."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatch(Row):
@@ -94,11 +93,13 @@ class LargeBatch(Row):
         samples: Number of training samples.
         erasing: Share of the images that are erased.
         centred_decay: Ratio of the γ of ∇E to that of F + γI.
+        norm_form: F of norm layers: "full" (section 5.3), "diag" (5.4), or "unit", 2 x 2 blocks (see `UnitWise`).
     """
 
     samples: int
     erasing: float = 0.5
     centred_decay: float = 1 / FISHER_SCALE
+    norm_form: Literal["full", "unit", "diag"] = "full"
 
     @property
     def factor_decay(self) -> float:
@@ -137,6 +138,10 @@ class LargeBatch(Row):
         start, end = (epoch * self.steps_per_epoch for epoch in (self.start, self.end))
         return PolynomialDecay(optimizer, start=start, end=end, power=self.power)
 
+    def build_curvature(self, curvature: Curvature) -> dict[str | type[nn.Module], Curvature]:
+        """Return `curvature`, and for norm layers, with the same Fisher, the form of the recipe."""
+        return {**dict.fromkeys(NORMS, for_norms(curvature, self.norm_form)), "*": curvature}
+
     def build_preconditioner(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Preconditioner:
         """Return the preconditioner: K-FAC without a KL clip, with a refresh at every step.
 
@@ -148,7 +153,7 @@ class LargeBatch(Row):
             **options: Arguments of `natgrad.Preconditioner` that replace the recipe's, such as ``refresh``.
         """
         defaults: dict[str, Any] = {
-            "curvature": KFAC(form="inverse", factor_decay=self.factor_decay),
+            "curvature": self.build_curvature(KFAC(form="inverse", factor_decay=self.factor_decay)),
             "damping": self.damping_schedule(),
             "kl_clip": None,
             "refresh": Refresh(factors=1, inverses=1),
@@ -160,7 +165,13 @@ class LargeBatch(Row):
         return WeightRescaling(model)
 
 
-def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | None = None) -> LargeBatch:
+def large_batch(
+    batch_size: int,
+    *,
+    samples: int = IMAGENET,
+    epochs: float | None = None,
+    norm_form: Literal["full", "unit", "diag"] = "full",
+) -> LargeBatch:
     """Return the recipe for a batch size: the row of table 3, in natgrad's scale.
 
     Other batch sizes and data sets use the row with the nearest number of steps per epoch (by ratio; if two are equally
@@ -171,7 +182,6 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
     * η_0 / (1 - m_0) is kept.
     * e_start keeps its share of the training, and the final η its share of η_0.
     * In trainings of fewer steps than the row's, p falls as the square root of the steps, but not below 1.
-    * In trainings of fewer than 17.5 epochs, half those of the shortest row, there is no mixup or erasing.
     * For batches B below 4096, the factors are running averages with weight B / 4096 for a new batch.
     * The damping warm-up takes at least twice the fewest steps that eq. 15 allows, and m_0 is at least 0.
 
@@ -181,6 +191,8 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
         batch_size: Samples per step over all ranks and backward passes.
         samples: Number of training samples; default: that of ImageNet.
         epochs: Length of the training; None: that of table 1.
+        norm_form: F of norm layers: "full", the matrix of all weights and biases of a layer (section 5.3); "diag", its
+            diagonal (5.4), with a fraction of the memory; or "unit", a 2 x 2 block for each channel.
 
     Raises:
         ValueError: if a number is not allowed.
@@ -191,6 +203,7 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
     require(fits, "batch_size", batch_size, f"a whole number from 1 to samples={samples}")
     if epochs is not None:
         check_number("epochs", epochs, "a number > 0, or None", minimum=0, strict=True)
+    require_one_of("norm_form", norm_form, *FORMS)
     steps = math.ceil(samples / batch_size)
     row = min(ROWS, key=lambda candidate: abs(math.log(steps / _steps(candidate))))
     epochs = row.epochs if epochs is None else epochs
@@ -203,7 +216,6 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
     fewest = _LEAST_WARM_UP * 2 * math.log10(row.initial_damping / row.damping)
     warm_up = max(min(row.damping_steps * stretch, longest), fewest)
     power = _power(row, epochs * steps)
-    mixes = epochs >= _LEAST_EPOCHS_TO_MIX
     fitted = {
         "batch_size": batch_size,
         "samples": samples,
@@ -211,8 +223,7 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
         "start": row.start * epochs / row.epochs,
         "end": _end(row, power) * epochs / row.epochs,
         "power": power,
-        "mixup": row.mixup if mixes else 0.0,
-        "erasing": LargeBatch.erasing if mixes else 0.0,
+        "norm_form": norm_form,
         "damping_steps": round(warm_up),
         "momentum": momentum,
         "learning_rate": FISHER_SCALE * row.learning_rate * (1 - momentum) / (1 - row.momentum),

@@ -49,13 +49,14 @@ def soft_labels(targets: Tensor, classes: int, *, smoothing: float = 0.0, dtype:
 class RunningMixup:
     """Mixes samples and labels with those of the step before (Osawa 2019, section 4.1, eq. 9 to 11).
 
-    ``x̃_t = λ x_t + (1 - λ) x̃_{t-1}``, likewise for the labels, with one λ ~ Beta(α, α) per step and x̃_1 = x_1.
+    ``x̃_t = λ x_t + (1 - λ) x̃_{t-1}``, likewise for the labels, with x̃_1 = x_1. Each sample has λ = max(λ', 1 - λ') of
+    its own, λ' ~ Beta(α, α), as in the authors' code, so that the new sample has the larger share.
 
     Row i of a batch is mixed with the last mixture in row i. Rows without one are not mixed: those of the first batch,
     and those beyond the longest batch so far. A shorter batch, such as the last of an epoch, does not change the
     mixtures of the other rows.
 
-    Each rank has a separate mixture and λ. If a step has several backward passes whose samples do not fit in memory
+    Each rank has a separate mixture. If a step has several backward passes whose samples do not fit in memory
     together, use a separate `RunningMixup` for each pass, with different seeds.
 
     Example:
@@ -71,7 +72,7 @@ class RunningMixup:
         Args:
             alpha: α in [0, 1e6]; the larger, the nearer λ is to 1/2. 0: no mixing; only labels are converted.
             classes: C, for labels that are class indices; None: all labels are soft.
-            seed: λ is a function of seed, rank and step.
+            seed: λ is a function of seed, rank, step and the sample's place in the batch.
             rank: The rank of this process; None: its rank in the default process group, or 0.
 
         Raises:
@@ -88,11 +89,14 @@ class RunningMixup:
         self._inputs: Tensor | None = None
         self._targets: Tensor | None = None
 
-    def share(self, step: int) -> float:
-        """Return λ of a step, counted from 0. The first step does not use its λ."""
+    def shares(self, step: int, samples: int) -> Tensor:
+        """Return λ of each sample of a step, counted from 0 (float64). The first step does not use them."""
         if self.alpha == 0:
-            return 1.0
-        return Random(seed_of("mixup", self.seed, self.rank, step)).betavariate(self.alpha, self.alpha)
+            return torch.ones(samples, dtype=torch.float64)
+        numbers = Random(seed_of("mixup", self.seed, self.rank, step))
+        drawn = [numbers.betavariate(self.alpha, self.alpha) for _ in range(samples)]
+        shares = torch.tensor(drawn, dtype=torch.float64)
+        return torch.maximum(shares, 1 - shares)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,9 +121,9 @@ class RunningMixup:
         for name, now, before in (("inputs", inputs, self._inputs), ("targets", targets, self._targets)):
             shape = now.shape[1:] if before is None else before.shape[1:]
             require(now.shape[1:] == shape, name, describe(now), f"samples of shape {list(shape)}, as before")
-        share = self.share(self.steps)
-        mixed, self._inputs = _mix(inputs, self._inputs, share)
-        labels, self._targets = _mix(targets, self._targets, share)
+        shares = self.shares(self.steps, len(inputs))
+        mixed, self._inputs = _mix(inputs, self._inputs, shares)
+        labels, self._targets = _mix(targets, self._targets, shares)
         self.steps += 1
         return mixed, labels
 
@@ -132,11 +136,12 @@ class RunningMixup:
         self.steps, self._inputs, self._targets = int(state["steps"]), state["inputs"], state["targets"]
 
 
-def _mix(now: Tensor, before: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+def _mix(now: Tensor, before: Tensor | None, shares: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mixed rows, and a copy of them for the next step."""
     if before is None:
         return now.clone(), now.clone()
     before = before.to(now)
     both = min(len(now), len(before))
-    mixed = torch.cat((torch.lerp(before[:both], now[:both], share), now[both:]))
+    shares = shares[:both].view(-1, *[1] * (now.ndim - 1)).to(now)
+    mixed = torch.cat((torch.lerp(before[:both], now[:both], shares), now[both:]))
     return mixed, torch.cat((mixed, before[both:]))

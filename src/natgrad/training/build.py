@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,9 @@ def _preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer
     if job.curvature == "none":
         return None
     options = job.all_curvature_options
-    curvature = curvatures.build(job.curvature, options, fisher=job.fisher, likelihood=task.likelihood)
+    curvature: Any = curvatures.build(job.curvature, options, fisher=job.fisher, likelihood=task.likelihood)
+    if job.recipe != "none":
+        curvature = job.large_batch().build_curvature(curvature)
     return Preconditioner(
         model,
         curvature,

@@ -14,6 +14,7 @@ from natgrad.layers import Slot
 from natgrad.linalg.device import known_between, on_host
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.profiling import profiled
 from natgrad.state.averages import allocate_memory, live_averages
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.epochs import add_gradients
@@ -42,10 +43,11 @@ def precondition(
         received = _receive_rows(bucket, runtime)
         for entry in bucket:
             if entry.group.role.is_gradient_worker:
-                entry.gather(received)
-                add_gradients(entry.group, entry.W, entry.blocks)
-                entry.V = _solve(entry.group, entry.members, entry.W, damping)
-                _check(entry)
+                with profiled("precondition"):
+                    entry.gather(received)
+                    add_gradients(entry.group, entry.W, entry.blocks)
+                    entry.V = _solve(entry.group, entry.members, entry.W, damping)
+                    _check(entry)
         del received  # before the next ones are collected
     return everything
 

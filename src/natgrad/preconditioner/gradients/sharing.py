@@ -99,7 +99,7 @@ def _share_rows(
         for rank in row
     }
     runtime.count("gradients", sum(message.nbytes for message in outgoing))
-    received = runtime.redistribute(outgoing, [sum(sizes[rank]) for rank in row], ranks=row)
+    received = runtime.redistribute(outgoing, [sum(sizes[rank]) for rank in row], "gradients", ranks=row)
     for rank, message in zip(row, received, strict=True):
         vectors = message.split(sizes[rank])
         values = iter(vectors[len(incoming[rank]) :])

@@ -8,6 +8,7 @@ from torch import Tensor
 from natgrad.capture.sums import BlockSums, StatisticsBuffer
 from natgrad.linalg.device import known_all
 from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.profiling import profiled
 from natgrad.state.averages import allocate_averages, restarted_since, weight_of
 from natgrad.state.tensors import along, diagonals
 
@@ -22,15 +23,16 @@ def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -
     """
     updated = []
     for piece in sums.arrived():
-        group, blocks = piece.group, piece.blocks
-        seen, finite = piece.samples > 0, _finite(piece)
-        counts = seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)
-        fine = counts & finite
-        allocate_averages(group)
-        _average(piece, fine, sums.basis_version[id(group)])
-        _correct(piece, fine)
-        failure_counters.count_skipped_factors(group, blocks, seen & ~finite)
-        updated.append(fine)
+        with profiled("average"):
+            group, blocks = piece.group, piece.blocks
+            seen, finite = piece.samples > 0, _finite(piece)
+            counts = seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)
+            fine = counts & finite
+            allocate_averages(group)
+            _average(piece, fine, sums.basis_version[id(group)])
+            _correct(piece, fine)
+            failure_counters.count_skipped_factors(group, blocks, seen & ~finite)
+            updated.append(fine)
     return updated
 
 

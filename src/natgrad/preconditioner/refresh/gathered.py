@@ -20,6 +20,7 @@ from natgrad.linalg import tensor_on
 from natgrad.linalg.device import full_products
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.refresh.tasks import TaskRun, compute, conclude
+from natgrad.profiling import profiled
 from natgrad.state.averages import allocate_averages
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.epochs import EpochState
@@ -138,16 +139,18 @@ class RowRefresh:
         self._count_rows(runs, gathers=gathers)
         if not runs:
             return False
-        for run in runs:
-            self._select(run, rows, shares, gain)
+        with profiled("select"):
+            for run in runs:
+                self._select(run, rows, shares, gain)
         self.epochs.used = any(run.selection.Y is not None for run in runs)
         if gathers:
             self._gather(runs)
         runs = [run for run in runs if run.group.role.is_gradient_worker]
-        for run in runs:
-            run.prepare(self.damping)
-            if run.owner == self.runtime.rank:
-                run.run(self.damping)
+        with profiled("decompose"):
+            for run in runs:
+                run.prepare(self.damping)
+                if run.owner == self.runtime.rank:
+                    run.run(self.damping)
         conclude(runs, self.plan.column(self.runtime.rank), self.runtime, self.failure_counters, None)
         for group in dict.fromkeys(run.group for run in runs):
             group_runs = [run for run in runs if run.group is group]
@@ -260,7 +263,7 @@ class RowRefresh:
         size, device = 0 if mine is None else len(mine.message), next(iter(messages.values())).message.device
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         vectors = [torch.cat([nothing, *parts]) for parts in outgoing]
-        return torch.stack(self.runtime.redistribute(vectors, [size] * self.runtime.ranks))
+        return torch.stack(self.runtime.redistribute(vectors, [size] * self.runtime.ranks, "rows"))
 
 
 class _RowMessage:

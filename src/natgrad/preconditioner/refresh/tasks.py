@@ -15,6 +15,7 @@ from natgrad.errors import NatgradError
 from natgrad.linalg import tensor_on, triangle
 from natgrad.linalg.device import full_products
 from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.profiling import profiled
 from natgrad.refresh.rule import READS, Reads, side_of
 from natgrad.specs import Task, TensorSpec
 from natgrad.state.averages import bias_corrections, corrected, restart
@@ -186,10 +187,11 @@ def run_tasks(
     inputs, of gradients, or of both, as `reads` says.
     """
     runs = task_runs(groups, plan, keys, reads=reads)
-    for run in runs:
-        allocate_results(run.group)
-        if run.owner == runtime.rank:
-            run.run(damping)
+    with profiled("decompose"):
+        for run in runs:
+            allocate_results(run.group)
+            if run.owner == runtime.rank:
+                run.run(damping)
     conclude(runs, plan.column(runtime.rank), runtime, failure_counters, wire)
     return bool(runs)
 
