@@ -25,11 +25,7 @@ from benchmarks.common import RESULTS, conditions
 from benchmarks.kfac_defaults import SIX
 
 TASKS = ("untied", "residual", "curves")
-RATES = {
-    "natural-muon": (0.01, 0.02, 0.04),
-    "adamw+kfac": (0.002, 0.004, 0.008),
-    "sgd+kfac": (0.03, 0.1, 0.3),
-}
+RATES = {"natural-muon": (0.01, 0.02, 0.04), "adamw+kfac": (0.002, 0.004, 0.008)}
 ORDERS = ("none", "before", "after")
 
 
@@ -38,7 +34,7 @@ def train(name: str, method: str, order: str, lr: float, steps: int, seed: int) 
     task = SIX[name]
     torch.manual_seed(seed)
     model, generator = task.model(), torch.Generator().manual_seed(seed + 1)
-    options = {"sgd+kfac": {"momentum": 0.9}, "adamw+kfac": {"betas": (0.9, 0.95)}}.get(method, {})
+    options = {"betas": (0.9, 0.95)} if method == "adamw+kfac" else {}
     clip_norm = 1.0 if order == "after" else None
     optimizer = natgrad.create_optimizer(model, method, lr=lr, clip_norm=clip_norm, **options)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
