@@ -1,5 +1,6 @@
 """The models are those of the papers, and images are augmented by seed, epoch and sample."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad import tasks
+from natgrad.errors import NatgradError
 from natgrad.tasks.images import Images
 from natgrad.tasks.networks import NETWORKS
 from tests.tasks import folders
@@ -116,3 +118,9 @@ def test_mnist_is_not_augmented_and_cifar_can_be_without(tmp_path: Path) -> None
 def test_a_wrong_name_or_option_is_named(name: str, options: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         tasks.get(name, **options)
+
+
+def test_without_torchvision_imagenet_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    with pytest.raises(NatgradError, match=r"need torchvision, as installed by: pip install 'natgrad\[vision\]'"):
+        tasks.get("resnet18-imagenet").model()

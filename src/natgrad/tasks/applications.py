@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from typing_extensions import Self
 
 from natgrad.errors import require
-from natgrad.tasks.facts import CHARACTERS, DIGITS, Facts, Metric
+from natgrad.tasks.facts import CHARACTERS, DIGITS, Facts, Metric, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,5 +192,48 @@ class Classification(Application):
         return EMBEDDED_EPOCHS[self.sources[self.source].embedded]
 
 
-APPLICATIONS: tuple[type[Application], ...] = (Classification,)
+@dataclass(frozen=True, kw_only=True)
+class ImageNet(Classification):
+    """Classes of photographs.
+
+    Attributes:
+        augment: Whether training pictures are cut out and mirrored at random.
+        readers: Processes of each rank that read pictures ahead; None: up to 8, by the number of CPUs.
+    """
+
+    title: ClassVar[str] = "Classes of photographs"
+    # The training of torchvision's reference scripts.
+    models: ClassVar[Mapping[str, Architecture]] = {
+        f"resnet{depth}": Architecture(title=f"ResNet-{depth} of torchvision", epochs=90) for depth in (18, 50)
+    }
+    sources: ClassVar[Mapping[str, Source]] = {
+        "imagenet": Source(
+            title="ImageNet",
+            classes=1000,
+            layout="train/CLASS/PICTURE and val/CLASS/PICTURE",
+            embedded="glyphs",
+            mean=(0.485, 0.456, 0.406),
+            deviation=(0.229, 0.224, 0.225),
+            flip=True,
+        )
+    }
+    batch_size: ClassVar[int] = 256
+
+    readers: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.readers is not None:
+            at_least(0, readers=self.readers)
+
+    @property
+    def image_classes(self) -> int | None:
+        """The number of folders in `train`."""
+        train = Path(self.data or "", "train")
+        if self.data is None or not train.is_dir():
+            return super().image_classes
+        return sum(place.is_dir() for place in train.iterdir())
+
+
+APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet)
 """The applications, each with all its models on all its data sets."""

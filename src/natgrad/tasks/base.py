@@ -61,7 +61,7 @@ class Task(Facts, ABC):
         """Build the data sets of `datasets`."""
 
     @property
-    def readers(self) -> int:
+    def reading_processes(self) -> int:
         """The number of processes of each rank that read batches ahead; 0: each batch is read when it is needed."""
         return 0
 

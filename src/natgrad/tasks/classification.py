@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ def _bytes(images: Tensor) -> Tensor:
 class Classification(applications.Classification, Task):
     """The data, model and loss of the task."""
 
-    def load(self) -> tuple[Images, Images]:
+    def load(self) -> tuple[Samples, Samples]:
         """Return images, normalised by the data set's mean and deviation, with their class."""
         source = self.images
         if self.data is not None:
@@ -74,15 +75,20 @@ class Classification(applications.Classification, Task):
             Images(pixels=test_pixels, labels=test_labels, mean=mean, deviation=deviation),
         )
 
-    def augmented(self, train: Samples, *, seed: int, epoch: int) -> Samples:
+    def augmented(self, train: Any, *, seed: int, epoch: int) -> Samples:
         """Return training images that are shifted, and mirrored where the data set allows, unless switched off."""
-        assert isinstance(train, Images)
-        return train.augmented(seed, epoch) if self.augment else train
+        changed: Samples = train.augmented(seed, epoch) if self.augment else train
+        return changed
 
     def model(self) -> nn.Module:
         """Build a network from [B, C, H, W] to logits [B, classes]."""
         (example, _) = self.datasets()[0][:1]
-        return NETWORKS[self.architecture](example.shape[1], example.shape[-1], self.images.classes)
+        return NETWORKS[self.architecture](example.shape[1], example.shape[-1], self._classes)
+
+    @property
+    def _classes(self) -> int:
+        assert self.image_classes is not None
+        return self.image_classes
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats."""
@@ -90,4 +96,4 @@ class Classification(applications.Classification, Task):
 
     def evaluator(self) -> Evaluator:
         """Return a metric of the accuracy."""
-        return accuracy(self.images.classes)
+        return accuracy(self._classes)

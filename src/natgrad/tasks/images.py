@@ -11,6 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 
+def normalise(pixels: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
+    """Return pixels [B, C, H, W], uint8, in [0, 1] minus each channel's mean, divided by its deviation."""
+    middle, spread = (torch.tensor(value)[:, None, None] for value in (mean, deviation))
+    return (pixels / 255 - middle) / spread
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
     """Labelled images.
@@ -42,8 +48,7 @@ class Images:
         pixels = self.pixels[indices]
         if self.draws is not None:
             pixels = self._augment(pixels, self.draws[indices])
-        mean, deviation = (torch.tensor(value)[:, None, None] for value in (self.mean, self.deviation))
-        return (pixels / 255 - mean) / deviation, self.labels[indices]
+        return normalise(pixels, self.mean, self.deviation), self.labels[indices]
 
     def augmented(self, seed: int, epoch: int) -> Images:
         """Return the images of an epoch. Their augmentation follows from seed, epoch and sample alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from natgrad.errors import DivergedError, require
-from natgrad.tasks.base import Samples
+from natgrad.tasks.base import DataError, Samples
 
 from .averaging import describe, node_mesh
 from .build import build_averager, build_optimizer, build_scheduler, seconds_spent
@@ -391,11 +392,15 @@ class Training:
             samples,  # type: ignore[arg-type]  # any sequence will do
             batch_size=None,  # the sampler makes batches
             sampler=batches,
-            num_workers=self.task.readers,
+            num_workers=self.task.reading_processes,
+            worker_init_fn=_ignore_interrupts,
             generator=torch.Generator(),  # the loader draws a seed, which must not change the run's random numbers
         )
-        for inputs, targets in loader:
-            yield inputs.to(self.world.device), targets.to(self.world.device)
+        try:
+            for inputs, targets in loader:
+                yield inputs.to(self.world.device), targets.to(self.world.device)
+        except DataError as error:  # from another process, with its traceback before the message
+            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
 
     @torch.no_grad()
     def _metric(self) -> float:
@@ -411,6 +416,11 @@ class Training:
     def _preconditioner_seconds(self) -> float:
         spent = seconds_spent(self.preconditioner) if self.preconditioner is not None else 0.0
         return self.position.preconditioner_seconds + spent
+
+
+def _ignore_interrupts(process: int) -> None:
+    """Let Ctrl-C reach the ranks alone, which then save a checkpoint and end their readers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 _SEVERITY: list[Status] = ["finished", "stopped", "diverged"]
