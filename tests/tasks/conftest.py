@@ -7,6 +7,7 @@ import pytest
 from natgrad import tasks
 
 SMALL: dict[str, dict[str, Any]] = {
+    "3c1f-fashion-mnist": {},
     "autoencoder": {},
     "digits": {},
     "glyphs": {"images": 256},

@@ -23,10 +23,10 @@ def seeded_model(task: Task, seed: int = 0) -> nn.Module:
 def test_inputs_and_targets_are_finite_pairs_of_train_and_test(task: Task) -> None:
     train, test = task.datasets()
     assert len(test) > 0
-    for tensors in (train.tensors, test.tensors):
+    for tensors in (train[:], test[:]):
         assert len(tensors) == 2
         assert all(tensor.isfinite().all() for tensor in tensors)
-    assert [tensor.shape[1:] for tensor in train.tensors] == [tensor.shape[1:] for tensor in test.tensors]
+    assert [tensor.shape[1:] for tensor in train[:]] == [tensor.shape[1:] for tensor in test[:]]
 
 
 def test_outputs_fit_the_likelihood_and_the_targets(task: Task) -> None:
@@ -62,13 +62,13 @@ def test_data_are_loaded_once_and_the_same_when_loaded_again(task: Task) -> None
     state = torch.get_rng_state()
     assert task.datasets() is task.datasets()
     for kept, fresh in zip(task.datasets(), task.load(), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(kept.tensors, fresh.tensors, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(kept[:], fresh[:], strict=True))
     assert torch.equal(torch.get_rng_state(), state), "loading draws from the caller's generator"
 
 
 def test_no_test_sample_is_in_the_training_set(task: Task) -> None:
     # Poisson's points may coincide only by chance, text's windows only where two files say the same.
-    train, test = ({tuple(row.tolist()) for row in part.tensors[0].flatten(1)} for part in task.datasets())
+    train, test = ({tuple(row.tolist()) for row in part[:][0].flatten(1)} for part in task.datasets())
     assert not train & test
 
 

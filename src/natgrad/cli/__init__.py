@@ -51,11 +51,16 @@ def _print_error(text: str) -> None:
 
 
 def tasks() -> None:
-    """List the built-in tasks."""
+    """List the tasks."""
     from natgrad import tasks
-    from natgrad.cli.report.sheet import table, task_sheet, wide_console
+    from natgrad.cli.report.sheet import application_sheet, table, task_sheet, wide_console
+    from natgrad.tasks.applications import APPLICATIONS
 
-    wide_console().print(table(task_sheet(tasks.facts_of(name) for name in tasks.names())))
+    for sheet in (
+        task_sheet(map(tasks.facts_of, tasks.built_in())),
+        *map(application_sheet, APPLICATIONS),
+    ):
+        wide_console().print(table(sheet))
 
 
 app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -31,6 +31,9 @@ _ENDS = {"finished": "finished", "stopped": "was stopped", "diverged": "diverged
 
 def analyze(
     task: Annotated[str, typer.Argument(help="One of `natgrad tasks`.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the data set, for MODEL-DATA; left out: embedded data.")
+    ] = None,
     figure: Annotated[
         str, typer.Option(help="Some of rank, error, norms, drift, spectra.", rich_help_panel=_MEASURES)
     ] = "rank,error,norms,drift,spectra",
@@ -126,6 +129,7 @@ def analyze(
         optimizer,
         {
             "task_options": parse(set_ or (), "--set"),
+            "data": None if data is None else str(data.absolute()),
             "options": None if option is None else parse(option),
             "learning_rate": lr,
             "schedule": schedule,
@@ -182,7 +186,7 @@ def _job(task: str, optimizer: str, run_options: dict[str, Any], curvature_optio
     from natgrad.training import contenders, optimizers, tuned
     from natgrad.training.job import Job
 
-    require(task in tasks.names(), "task", task, f"one of {', '.join(tasks.names())}")
+    require(task in tasks.names(), "task", task, tasks.known_names())
     allowed = list(dict.fromkeys([*contenders.NAMES, *contenders.CURVATURES, *optimizers.names()]))
     require(optimizer in allowed, "optimizer", optimizer, f"one of {', '.join(allowed)}")
     known, contender = tuned.read(task), contenders.get(optimizer)

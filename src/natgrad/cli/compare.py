@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 def compare(
     task: Annotated[list[str], typer.Argument(help="Some of `natgrad tasks`.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the data set of all tasks; left out: embedded data.")
+    ] = None,
     optimizers: Annotated[
         str, typer.Option(help="Contenders, separated by commas; any optimizer of torch.optim too.")
     ] = "natural-muon,kfac,sgd,adamw,muon",
@@ -53,6 +56,7 @@ def compare(
     comparison = Comparison(
         task_names=tuple(task),
         task_options=_task_options(set_ or ()),
+        data=None if data is None else str(data.absolute()),
         optimizers=tuple(name.strip() for name in optimizers.split(",")),
         seeds=seeds,
         first_seed=first_seed,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from natgrad.training.result import Result
 
 # Options that may change when a run is resumed; all others are read from its folder.
-_RESUMABLE = ("resume", "epochs", "steps", "workers", "checkpoint_seconds")
+_RESUMABLE = ("resume", "epochs", "steps", "workers", "data", "checkpoint_seconds")
 _CURVATURE_OPTIONS = (
     "curvature_option",
     "form",
@@ -53,6 +53,9 @@ _OUTPUT = "Output"
 def train(
     ctx: typer.Context,
     task: Annotated[str | None, typer.Argument(help="One of `natgrad tasks`.", show_default=False)] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the data set, for MODEL-DATA; left out: embedded data.")
+    ] = None,
     recipe: Annotated[str, typer.Option(help="large-batch: all of Osawa 2019 at once, for images.")] = "none",
     optimizer: Annotated[
         str,
@@ -135,7 +138,8 @@ def train(
     """Train TASK, alone or on several ranks; Ctrl-C saves a checkpoint and ends."""
     if _is_rank_0() and (resume or task):  # before the imports, which take seconds
         ranks = f" on {workers} ranks" if workers > 1 else ""
-        print(f"resuming {resume}{ranks} ..." if resume else f"starting {task}{ranks} ...", flush=True)
+        what = f"resuming {resume}" if resume else f"starting {task}{_source(task, data)}"
+        print(f"{what}{ranks} ...", flush=True)
     from dataclasses import replace
 
     if workers > 1:
@@ -158,6 +162,7 @@ def train(
         values: dict[str, Any] = {
             "task": task,
             "task_options": parse(set_ or (), "--set"),
+            "data": _absolute(data),
             "recipe": recipe,
             "optimizer": optimizer,
             "options": parse(option or ()),
@@ -210,7 +215,7 @@ def _new_job(values: dict[str, Any]) -> Job:
     from natgrad.errors import require
     from natgrad.training.job import Job
 
-    require(values["task"] is not None, "task", None, f"one of {', '.join(tasks.names())}")
+    require(values["task"] is not None, "task", None, tasks.known_names())
     return Job.from_json(values)
 
 
@@ -229,11 +234,29 @@ def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
         require(name not in given, name, ctx.params[name], f"left out: {job.recipe} is fitted to the length of the run")
     if "epochs" in given or "steps" in given:
         job = replace(job, epochs=ctx.params["epochs"], steps=ctx.params["steps"])
+    if "data" in given:
+        job = replace(job, data=_absolute(ctx.params["data"]))
     workers = _ranks(ctx.params["workers"] if "workers" in given else job.workers)
     size = job.workers // (job.nodes or job.workers)
     if job.nodes is not None and size > 0 and workers % size == 0:  # nodes keep their number of ranks
         job = replace(job, nodes=workers // size)
     return replace(job, workers=workers)
+
+
+def _source(task: str | None, data: Path | None) -> str:
+    """Return where the data of an application come from, as text; empty for the other tasks."""
+    from natgrad import tasks
+    from natgrad.tasks.applications import Application
+
+    facts = tasks.facts_of(task) if task is not None and task in tasks.names() else None
+    if not isinstance(facts, Application):
+        return ""
+    return f" on {facts.images.title}, without --data" if data is None else f" on {data}"
+
+
+def _absolute(data: Path | None) -> str | None:
+    """Return a path that is found again if the run is resumed in another folder."""
+    return None if data is None else str(data.absolute())
 
 
 def _given(ctx: typer.Context) -> list[str]:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
+from natgrad.errors import NatgradError
 from natgrad.tasks.facts import Facts
 
 if TYPE_CHECKING:  # listing tasks must not import torch
     from torch import Tensor, nn
-    from torch.utils.data import TensorDataset
+
+
+class DataError(NatgradError):
+    """A file of a data set is missing, damaged or another than expected."""
 
 
 class Evaluator(Protocol):
@@ -27,24 +31,43 @@ class Evaluator(Protocol):
         """Forget all batches."""
 
 
+class Samples(Protocol):
+    """A data set that is read in whole batches, such as `torch.utils.data.TensorDataset`."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, indices: list[int] | slice) -> tuple[Tensor, Tensor]:
+        """Return a batch of inputs and targets."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task(Facts, ABC):
-    """A problem with real data that needs no download.
+    """A problem with real data.
 
     Equal tasks have equal data; only `model` draws from torch's global generator, which the caller seeds.
     """
 
-    def datasets(self) -> tuple[TensorDataset, TensorDataset]:
+    def datasets(self) -> tuple[Samples, Samples]:
         """Return (train, test) data sets of pairs (input, target), loaded once per process.
 
         Raises:
-            NatgradError: The installed data source lacks data that the task needs.
+            NatgradError: The installed data source or the folder lacks data that the task needs.
         """
         return _loaded(self)
 
     @abstractmethod
-    def load(self) -> tuple[TensorDataset, TensorDataset]:
+    def load(self) -> tuple[Samples, Samples]:
         """Build the data sets of `datasets`."""
+
+    @property
+    def reading_processes(self) -> int:
+        """The number of processes of each rank that read batches ahead; 0: each batch is read when it is needed."""
+        return 0
+
+    def augmented(self, train: Samples, *, seed: int, epoch: int) -> Samples:
+        """Return the training set for an epoch, changed at random by seed, epoch and sample; here unchanged."""
+        return train
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -60,5 +83,5 @@ class Task(Facts, ABC):
 
 
 @cache
-def _loaded(task: Task) -> tuple[TensorDataset, TensorDataset]:
+def _loaded(task: Task) -> tuple[Samples, Samples]:
     return task.load()

@@ -13,6 +13,7 @@ from natgrad.tasks import facts
 from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.evaluators import accuracy
 from natgrad.tasks.facts import DIGITS
+from natgrad.tasks.networks import ThreeConvolutions
 
 # 3 * 512 of the 1797 scans: a multiple of every power of two up to 512.
 TRAIN_IMAGES = 1536
@@ -43,18 +44,7 @@ class Digits(facts.Digits, Task):
 
     def model(self) -> nn.Module:
         """Build a network from [B, 1, 8, 8] to logits [B, 10]."""
-        return nn.Sequential(
-            nn.Conv2d(1, 16, kernel_size=3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, kernel_size=3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, kernel_size=3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(64 * 2 * 2, DIGITS),
-        )
+        return ThreeConvolutions(channels=1, side=8, classes=DIGITS)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats."""

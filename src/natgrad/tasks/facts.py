@@ -5,7 +5,8 @@ The data and model of a task are in the module of its name, in a subclass of its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
 from string import ascii_uppercase, digits
 from typing import ClassVar, Literal
 
@@ -26,30 +27,57 @@ class Metric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Facts(ABC):
     """The description of a task.
 
-    A subclass sets the class variables; its dataclass fields are the task's options, each with a default.
+    A subclass sets the attributes below; its dataclass fields are the task's options, except those in `fixed`.
 
     Attributes:
-        name: The name of the task for `natgrad.tasks.get`.
-        summary: Data and model in one line.
-        likelihood: The likelihood of the outputs, for the sampled Fisher.
         reduction: Whether `loss` averages over samples (`"mean"`) or over all their positions (`"tokens"`).
-        metric: The metric that the evaluator computes.
-        batch_size: Default global batch size.
-        image_classes: The number of classes if inputs are images [C, H, W]; None for other inputs.
-        epochs: Default length of a run, after which a tuned first-order method has nearly converged.
+        fixed: The fields that the task's name decides.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    likelihood: ClassVar[Literal["categorical", "bernoulli", "gaussian"]]
     reduction: ClassVar[Literal["mean", "tokens"]] = "mean"
-    metric: ClassVar[Metric]
-    image_classes: ClassVar[int | None] = None
-    batch_size: ClassVar[int]
-    epochs: ClassVar[int]
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name of the task for `natgrad.tasks.get`."""
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """Data and model in one line."""
+
+    @property
+    @abstractmethod
+    def likelihood(self) -> Literal["categorical", "bernoulli", "gaussian"]:
+        """The likelihood of the outputs, for the sampled Fisher."""
+
+    @property
+    @abstractmethod
+    def metric(self) -> Metric:
+        """The metric that the evaluator computes."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Default global batch size."""
+
+    @property
+    @abstractmethod
+    def epochs(self) -> int:
+        """Default length of a run, after which a tuned first-order method has nearly converged."""
+
+    @property
+    def image_classes(self) -> int | None:
+        """The number of classes if inputs are images [C, H, W]; None for other inputs."""
+        return None
+
+    def options(self) -> list[str]:
+        """Return the names of the task's options."""
+        return [field.name for field in fields(self) if field.name not in self.fixed]
 
 
 # The largest number of samples or units, far beyond what fits into memory.

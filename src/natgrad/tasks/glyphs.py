@@ -138,17 +138,24 @@ def _ink(backgrounds: Tensor, generator: Generator) -> Tensor:
     return torch.where(wanted < luma, colour * wanted / luma, 1 - (1 - colour) * (1 - wanted) / (1 - luma))
 
 
+def pictures(count: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return `count` images [N, 3, 32, 32] in [0, 1] for training and a quarter as many for testing, with labels."""
+    train_photos, test_photos = photographs()
+    # Even and odd seeds: no test set uses the random numbers of another seed's training set.
+    train_generator, test_generator = (Generator().manual_seed(2 * seed + part) for part in range(2))
+    return (
+        render(TRAIN_FONTS, train_photos, count, train_generator),
+        render(TEST_FONTS, test_photos, count // GLYPHS_TEST_SHARE, test_generator),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Glyphs(facts.Glyphs, Task):
     """The data, model and loss of the task."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return images [3, 32, 32], standardised by the training images' channels, with their character."""
-        train_photos, test_photos = photographs()
-        # Even and odd seeds: no test set uses the random numbers of another seed's training set.
-        train_generator, test_generator = (Generator().manual_seed(2 * self.seed + part) for part in range(2))
-        train, train_labels = render(TRAIN_FONTS, train_photos, self.images, train_generator)
-        test, test_labels = render(TEST_FONTS, test_photos, self.images // GLYPHS_TEST_SHARE, test_generator)
+        (train, train_labels), (test, test_labels) = pictures(self.images, self.seed)
         deviation, mean = torch.std_mean(train, dim=(0, 2, 3), keepdim=True)
         return (
             TensorDataset((train - mean) / deviation, train_labels),

@@ -39,17 +39,18 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """Maps colour images [B, 3, 32, 32] to logits [B, classes].
+    """Maps images [B, channels, H, W] to logits [B, classes].
 
     Args:
         depth: Layers with weights: 6 n + 2, such as 20 or 32.
         classes: The number of logits.
+        channels: Input channels.
 
     Raises:
         ValueError: The depth is not 6 n + 2 with n >= 1.
     """
 
-    def __init__(self, depth: int, classes: int) -> None:
+    def __init__(self, depth: int, classes: int, channels: int = 3) -> None:
         blocks, rest = divmod(depth - 2, 6)
         require(rest == 0 and blocks >= 1, "depth", depth, "6 n + 2 with n >= 1")
         stages: list[nn.Module] = []
@@ -59,7 +60,7 @@ class ResNet(nn.Sequential):
                 stages.append(Block(inputs, outputs, stride=2 if stage and not block else 1))
                 inputs = outputs
         super().__init__(
-            convolution(3, WIDTHS[0], 1),
+            convolution(channels, WIDTHS[0], 1),
             nn.ReLU(),
             *stages,
             nn.AdaptiveAvgPool2d(1),

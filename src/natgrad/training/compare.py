@@ -36,6 +36,7 @@ class Comparison:
     Attributes:
         task_names: The names of the tasks.
         task_options: Options of every task, and of one, which come first: "glyphs.images".
+        data: The folder of the data set of all tasks; None: embedded data.
         optimizers: The names of the contenders.
         seeds: Runs per contender, each with another seed.
         first_seed: The first seed; the others follow it.
@@ -53,6 +54,7 @@ class Comparison:
 
     task_names: tuple[str, ...]
     task_options: Mapping[str, Any] = field(default_factory=dict)
+    data: str | None = None
     optimizers: tuple[str, ...] = contenders.NAMES
     seeds: int = 3
     first_seed: int = 0
@@ -77,7 +79,7 @@ class Comparison:
         object.__setattr__(self, "optimizers", names)
         overrides = {contenders.current_name(name): settings for name, settings in self.overrides.items()}
         object.__setattr__(self, "overrides", overrides)
-        require(self.task_names, "task", self.task_names, f"one of {', '.join(tasks.names())}")
+        require(self.task_names, "task", self.task_names, tasks.known_names())
         for name, given in (("task", self.task_names), ("optimizers", self.optimizers)):
             require(len(set(given)) == len(given), name, list(given), "each given once")
         require(self.optimizers, "optimizers", self.optimizers, f"some of {', '.join(contenders.NAMES)}")
@@ -130,6 +132,7 @@ class Comparison:
         shared = {
             "task": task,
             "task_options": options,
+            "data": self.data,
             "workers": self.workers,
             "seed": seed,
             "epochs": None if self.steps else self.epochs.get(task),
@@ -145,11 +148,11 @@ class Comparison:
 _JOURNAL = "runs.jsonl"
 
 # Fields of a job that all contenders share.
-_SHARED = ("task", "task_options", "workers", "seed", "epochs", "steps", "batch_size", "schedule", "device")
+_SHARED = ("task", "task_options", "data", "workers", "seed", "epochs", "steps", "batch_size", "schedule", "device")
 
 
 # Fields of a job that a file of tuned values records.
-_TERMS = ("task_options", "epochs", "steps", "batch_size", "schedule", "workers")
+_TERMS = ("task_options", "data", "epochs", "steps", "batch_size", "schedule", "workers")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from .averaging import machines
 from .curvatures import options_named
 
 # The settings that may change when a run is resumed.
-CHANGEABLE = ("epochs", "steps", "workers", "nodes", "device")
+CHANGEABLE = ("epochs", "steps", "workers", "nodes", "device", "data")
 
 # Fields that jobs of earlier versions have, with the only value that is still accepted.
 _REMOVED = {"by": "layer", "share": None}
@@ -36,7 +36,8 @@ class Job:
 
     Attributes:
         task: The name of a task, one of `natgrad.tasks.names()`.
-        task_options: Options of the task.
+        task_options: Options of the task, except `data`.
+        data: The folder of the task's data set; None: embedded data.
         recipe: "large-batch" (Osawa 2019) sets in `resolved` all fields from `optimizer` to `kl_clip`, except
             `sharing` and `placement`, and except `learning_rate`, `form` and `fisher` where given.
         optimizer: The name of an optimizer of `torch.optim` (case-insensitive), "heavyball" or "naturalmuon"; "auto":
@@ -70,6 +71,7 @@ class Job:
 
     task: str
     task_options: Mapping[str, Any] = field(default_factory=dict)
+    data: str | None = None
     recipe: RecipeName = "none"
     optimizer: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +108,7 @@ class Job:
         """
         for name in ("task", "recipe", "optimizer", "schedule", "curvature", "placement", "refresh", "averaging"):
             require(isinstance(getattr(self, name), str), name, getattr(self, name), "a string")
-        for name in ("form", "fisher", "sharing"):
+        for name in ("data", "form", "fisher", "sharing"):
             require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "a string")
         for name in ("task_options", "options", "curvature_options", "averaging_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
@@ -171,8 +173,14 @@ class Job:
         Raises:
             ValueError: No such task or option.
         """
+        options = dict(self.task_options)
+        require("data" not in options, "task option", "data", "given as data")
+        if self.data is not None:
+            reads = self.task not in tasks.names() or "data" in tasks.facts_of(self.task).options()
+            require(reads, "data", self.data, f"left out for {self.task}, whose data are embedded")
+            options["data"] = self.data
         with options_named("task option", self.task_options):
-            return tasks.get(self.task, **self.task_options)
+            return tasks.get(self.task, **options)
 
     def resolved(self) -> Job:
         """Return the job with all defaults filled in, checked against the task's data.
@@ -276,7 +284,7 @@ class Job:
         values = {name: value for name, value in values.items() if name not in _REMOVED}
         for name, value in values.items():
             require(name in allowed, name, value, f"a field of a job: {', '.join(allowed)}")
-        require("task" in values, "task", None, f"one of {', '.join(tasks.names())}")
+        require("task" in values, "task", None, tasks.known_names())
         return cls(**values)
 
 

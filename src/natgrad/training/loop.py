@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -16,9 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from natgrad.errors import DivergedError, require
+from natgrad.tasks.base import DataError, Samples
 
 from .averaging import describe, node_mesh
 from .build import build_averager, build_optimizer, build_scheduler, seconds_spent
@@ -104,7 +106,11 @@ class Training:
 
         self._train, self._test = self.task.datasets()
         self._sampler: DistributedSampler[Any] = DistributedSampler(
-            self._train, num_replicas=world.size, rank=world.rank, shuffle=True, seed=job.seed
+            self._train,  # type: ignore[arg-type]  # any sequence will do
+            num_replicas=world.size,
+            rank=world.rank,
+            shuffle=True,
+            seed=job.seed,
         )
         self._batches = BatchSampler(self._sampler, job.global_batch // world.size, drop_last=False)
         self.total_steps = job.total_steps
@@ -234,16 +240,18 @@ class Training:
         self._sampler.set_epoch(position.epoch)
         self._replica.train()
         status: Status = "finished"
-        for indices in islice(self._batches, position.batch, position.batch + self.total_steps - position.step):
+        train = self.task.augmented(self._train, seed=self.job.seed, epoch=position.epoch)
+        batches = islice(self._batches, position.batch, position.batch + self.total_steps - position.step)
+        for inputs, targets in self._read(train, batches):
             try:
-                loss = self._step(*(tensor.to(self.world.device) for tensor in self._train[indices]))
+                loss = self._step(inputs, targets)
             except DivergedError:  # before the loss of the step is known
                 status = "diverged"
                 break
             position.step += 1
             position.batch += 1
             save = self._is_due(self._unsaved_seconds)
-            summary = messages.exchange(loss, len(indices) * self.world.size, stop=self._stop(), save=save)
+            summary = messages.exchange(loss, len(inputs) * self.world.size, stop=self._stop(), save=save)
             status = self._receive(summary)
             if status == "finished" and summary and summary.save and not self._pass_ended():
                 status = self._receive(messages.flush())
@@ -378,6 +386,22 @@ class Training:
             **{f"bytes/{link}": count for link, count in zip(links, total, strict=True)},
         }
 
+    def _read(self, samples: Samples, batches: Iterable[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the batches with these indices on the device of this rank, read ahead if the task asks for that."""
+        loader: DataLoader[Any] = DataLoader(
+            samples,  # type: ignore[arg-type]  # any sequence will do
+            batch_size=None,  # the sampler makes batches
+            sampler=batches,
+            num_workers=self.task.reading_processes,
+            worker_init_fn=_ignore_interrupts,
+            generator=torch.Generator(),  # the loader draws a seed, which must not change the run's random numbers
+        )
+        try:
+            for inputs, targets in loader:
+                yield inputs.to(self.world.device), targets.to(self.world.device)
+        except DataError as error:  # from another process, with its traceback before the message
+            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
+
     @torch.no_grad()
     def _metric(self) -> float:
         """Return the task's metric on the test set; each rank evaluates a part of it."""
@@ -385,14 +409,18 @@ class Training:
         self.model.eval()
         evaluator = self.task.evaluator()
         indices = range(self.world.rank, len(self._test), self.world.size)
-        for start in range(0, len(indices), _EVALUATION_BATCH):
-            inputs, targets = self._test[list(indices[start : start + _EVALUATION_BATCH])]
-            evaluator.update(self.model(inputs.to(self.world.device)).cpu(), targets)
+        for inputs, targets in self._read(self._test, BatchSampler(indices, _EVALUATION_BATCH, drop_last=False)):
+            evaluator.update(self.model(inputs).cpu(), targets.cpu())
         return float(evaluator.compute())
 
     def _preconditioner_seconds(self) -> float:
         spent = seconds_spent(self.preconditioner) if self.preconditioner is not None else 0.0
         return self.position.preconditioner_seconds + spent
+
+
+def _ignore_interrupts(process: int) -> None:
+    """Let Ctrl-C reach the ranks alone, which then save a checkpoint and end their readers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 _SEVERITY: list[Status] = ["finished", "stopped", "diverged"]

@@ -10,7 +10,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,8 @@ def _check(folder: Path, job: Job, *, resume: bool) -> str | None:
     """Check that a folder holds the run of a job, if any, and return the run's identity."""
     if resume:
         stored, run = _read_configuration(folder)
-        stored = stored.resolved()  # if it was changed by hand
+        # It may have been changed by hand, and its data may have moved.
+        stored = replace(stored, data=job.data).resolved()
         for name in (each.name for each in fields(Job)):
             value, before = getattr(job, name), getattr(stored, name)
             allowed = f"{before!r}, as in {folder / CONFIGURATION}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from rich import box
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from natgrad.tasks import Facts
+from natgrad.tasks.applications import Application
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,29 @@ def task_sheet(tasks: Iterable[Facts]) -> Sheet:
     rows = []
     for task in tasks:
         about = [task.summary, f"{task.metric.name}; {task.epochs} epochs, batch {task.batch_size}"]
-        options = ", ".join(f"{field.name}={getattr(task, field.name)}" for field in fields(task))
+        options = ", ".join(f"{name}={getattr(task, name)}" for name in task.options())
         rows.append((task.name, "\n".join([*about, *(["options: " + options] if options else [])])))
     headings = ("task", "data and model; metric; a run; options (--set NAME=VALUE)")
     return Sheet(title="Tasks", headings=headings, rows=rows, prose=True)
+
+
+def application_sheet(application: type[Application]) -> Sheet:
+    """Return the table of an application's models and data sets."""
+    models = [
+        (name, f"model: {each.title}; {each.epochs} epochs with --data") for name, each in application.models.items()
+    ]
+    sources = [
+        (name, f"data: {each.title}, --data DIR with {each.layout}; without: {each.embedded}")
+        for name, each in application.sources.items()
+    ]
+    example = application.all()[0]
+    options = ", ".join(f"{name}={getattr(example, name)}" for name in example.options() if name != "data")
+    return Sheet(
+        title=f"{application.title}: MODEL-DATA, such as {example.name}",
+        headings=("MODEL or DATA", f"{example.metric.name}; batch {example.batch_size}; options: {options}"),
+        rows=[*models, *sources],
+        prose=True,
+    )
 
 
 _WIDTH = 100

@@ -1,0 +1,102 @@
+"""Runs on a data set in a folder."""
+
+import itertools
+import shutil
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from natgrad.cli import app
+from natgrad.tasks import base
+from natgrad.training import checkpoint
+from natgrad.training.display import Silent
+from natgrad.training.job import Job
+from natgrad.training.loop import Training
+from natgrad.training.result import read_points
+from natgrad.training.world import World
+from tests.tasks import folders
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+SETTINGS = ("--optimizer", "sgd", "--option", "momentum=0.9", "--lr", "0.01", "--batch-size", "4")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def parameters(run):
+    return torch.cat([each.detach().flatten() for each in run.model.parameters()])
+
+
+def test_an_interrupted_run_equals_a_whole_one(tmp_path):
+    """It is stopped in the middle of the second of three epochs of five steps, whose images are augmented."""
+    folders.cifar10(tmp_path, "bin")
+    job = Job(task="resnet20-cifar10", data=str(tmp_path), optimizer="sgd", batch_size=4, epochs=3, seed=5).resolved()
+    whole = Training(job, ALONE, observer=Silent(), stop=lambda: False)
+    expected = whole.run()
+
+    asked, states = itertools.count(1), []
+    first = Training(
+        job,
+        ALONE,
+        observer=Silent(),
+        stop=lambda: next(asked) >= 7,
+        save=lambda run: states.append(run.state_dict()),
+    )
+    assert first.run().status == "stopped"
+    assert first.position.step == 8
+    second = Training(job, ALONE, observer=Silent(), stop=lambda: False)
+    second.load_state_dict(states[0])
+    result = second.run()
+    assert torch.equal(parameters(second), parameters(whole))
+    assert [(point.step, point.loss, point.metric) for point in result.points] == [
+        (point.step, point.loss, point.metric) for point in expected.points
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_goes_on_when_its_data_have_moved(tmp_path, workers):
+    data, moved = tmp_path / "data", tmp_path / "moved"
+    folders.idx(data, "gz", count=24)
+    arguments = ("train", "3c1f-fashion-mnist", "--data", data, *SETTINGS, "--workers", workers)
+    assert run(*arguments, "--steps", 9, "--out", tmp_path / "whole").exit_code == 0
+    assert run(*arguments, "--steps", 4, "--out", tmp_path / "run").exit_code == 0
+    shutil.move(data, moved)
+    base._loaded.cache_clear()  # as in a new process
+    lost = run("train", "--resume", tmp_path / "run", "--steps", 9)
+    assert lost.exit_code == 2
+    assert f"--data='{data}'" in lost.stderr
+    done = run("train", "--resume", tmp_path / "run", "--steps", 9, "--data", moved)
+    assert done.exit_code == 0, done.output
+    assert [point.step for point in read_points(tmp_path / "run" / "metrics.jsonl")] == [4, 6, 9]
+    states = [checkpoint.load(checkpoint.latest(tmp_path / name / "checkpoints"))["model"] for name in ("whole", "run")]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_the_command_says_what_it_reads_and_names_what_is_wrong_before_it_writes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders.idx(tmp_path / "data", "raw")
+    (tmp_path / "data" / "t10k-images-idx3-ubyte").unlink()
+    for arguments, named in (
+        (("3c1f-mnist", "--data", "data"), "t10k-images-idx3-ubyte is missing"),
+        (("3c1f-mnist", "--data", "nowhere"), f"--data='{tmp_path / 'nowhere'}'"),
+        (("digits", "--data", "data"), "--data must be left out for digits"),
+        (("3c1f-mnist", "--set", "data=data"), "--set='data'"),
+    ):
+        done = run("train", *arguments)
+        assert done.exit_code == 2, done.output
+        assert named in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    done = run("train", "3c1f-mnist", "--steps", 2, "--batch-size", 4, "--out", "run")
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("starting 3c1f-mnist on embedded digits, without --data ...\n")
+
+
+def test_compare_trains_on_a_folder(tmp_path):
+    folders.idx(tmp_path / "data", "raw", count=24)
+    arguments = ("--optimizers", "sgd,adamw", "--seeds", 1, "--steps", 2, "--batch-size", 8, "--out", tmp_path / "out")
+    done = run("compare", "3c1f-mnist", "--data", tmp_path / "data", *arguments)
+    assert done.exit_code == 0, done.output
+    assert str(tmp_path / "data") in (tmp_path / "out" / "results.json").read_text()
