@@ -1,5 +1,9 @@
 """natgrad inside ``transformers.Trainer``."""
 
+import importlib
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -96,3 +100,14 @@ def test_another_optimizer_is_warned_of(tmp_path):
 def test_a_weight_decay_that_is_not_used_is_warned_of(tmp_path):
     with pytest.warns(natgrad.NatgradWarning, match=r"weight_decay=0\.1 of the TrainingArguments is not used"):
         trained(tmp_path, MUON, steps=1, weight_decay=0.1)
+
+
+def test_an_older_version_is_named(monkeypatch):
+    older = ModuleType("transformers")
+    older.__version__ = "4.57.6"
+    for name in ("TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments"):
+        setattr(older, name, object)
+    monkeypatch.setitem(sys.modules, "transformers", older)
+    monkeypatch.delitem(sys.modules, "natgrad.integrations.transformers")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.2 or later: .* 4\.57\.6 is installed"):
+        importlib.import_module("natgrad.integrations.transformers")

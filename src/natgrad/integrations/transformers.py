@@ -22,10 +22,18 @@ from natgrad.preconditioner.create import create_optimizer
 from natgrad.preconditioner.natural_muon import NaturalMuon
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 
+_NEEDED = "natgrad.integrations.transformers needs transformers 5.2 or later: pip install 'transformers>=5.2'"
+
 try:
+    import transformers
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
-    raise ImportError("natgrad.integrations.transformers needs it: pip install 'transformers>=5.2'") from error
+    raise ImportError(_NEEDED) from error
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 2):
+    raise ImportError(
+        f"{_NEEDED}. {transformers.__version__} is installed; its Trainer takes "
+        "optimizers=(natgrad.create_optimizer(model, ...), None)"
+    )
 
 _SECONDS = ("seconds/capture", "seconds/reduce", "seconds/renew", "seconds/solve")
 
