@@ -76,7 +76,7 @@ class TestOneProcess:
 
 class TestClipping:
     def test_of_the_trainer_is_warned_of_beside_another_optimizer(self, tmp_path):
-        with pytest.warns(natgrad.NatgradWarning, match=r"Pass max_grad_norm=0 .* and clip_norm=1 to natgrad"):
+        with pytest.warns(natgrad.NatgradWarning, match=r"clips gradients to 1 .* Pass max_grad_norm=0"):
             trained(tmp_path, KFAC, steps=1, max_grad_norm=1.0)
 
     def test_of_the_trainer_suits_natural_muon(self, tmp_path):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from natgrad.training import optimizers
+from natgrad.training import contenders, optimizers
+from natgrad.training.job import Job
 
 
 class Net(nn.Module):
@@ -119,3 +120,9 @@ def test_muon_refuses_kernels_that_are_no_matrix_in_memory():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).to(memory_format=torch.channels_last)
     with pytest.raises(RuntimeError, match="view"):
         optimizers.build("muon", net, 0.02, {})
+
+
+@pytest.mark.parametrize("name", ["natural-muon", "natural_muon", "NaturalMuon"])
+def test_natural_muon_has_one_name(name):
+    assert Job(task="digits", optimizer=name).optimizer == "naturalmuon"
+    assert contenders.get(name).name == "natural-muon"

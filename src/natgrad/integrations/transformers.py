@@ -79,10 +79,9 @@ class NatgradCallback(TrainerCallback):  # type: ignore[misc]
             optimizer.preconditioner.scaler = scaler
         self._last = self._seconds(), perf_counter()
         if args.max_grad_norm > 0 and not isinstance(optimizer, NaturalMuon):
-            instead = f", and clip_norm={args.max_grad_norm:g} to natgrad to clip what the optimizer gets"
             _warn(
                 f"the trainer clips gradients to {args.max_grad_norm:g} before they are preconditioned. Pass "
-                f"max_grad_norm=0 in the TrainingArguments{'' if optimizer.clip_norm else instead}"
+                "max_grad_norm=0 in the TrainingArguments; natgrad has a KL clip (beside SGD) and clip_norm="
             )
         if args.weight_decay and not any(group.get("weight_decay") for group in optimizer.param_groups):
             _warn(

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from natgrad import recipes, tasks
 from natgrad.errors import ArgumentError, require
+from natgrad.preconditioner.create import plain
 
 from . import averaging, curvatures, optimizers
 from .averaging import machines
@@ -40,7 +41,7 @@ class Job:
         data: The folder of the task's data set; None: embedded data.
         recipe: "large-batch" (Osawa 2019) sets in `resolved` all fields from `optimizer` to `kl_clip`, except
             `sharing` and `placement`, and except `learning_rate`, `form` and `fisher` where given.
-        optimizer: The name of an optimizer of `torch.optim` (case-insensitive), "heavyball" or "naturalmuon"; "auto":
+        optimizer: The name of an optimizer of `torch.optim`, "heavyball" or "naturalmuon", in any spelling; "auto":
             natural Muon, or AdamW with a curvature.
         options: Options of its constructor, without the learning rate.
         learning_rate: Peak learning rate; None: the optimizer's default.
@@ -113,7 +114,7 @@ class Job:
         for name in ("task_options", "options", "curvature_options", "averaging_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
         usual = "naturalmuon" if self.curvature == "none" else "adamw"
-        object.__setattr__(self, "optimizer", usual if self.optimizer == "auto" else self.optimizer.lower())
+        object.__setattr__(self, "optimizer", usual if self.optimizer == "auto" else plain(self.optimizer))
         for name, choices in (
             ("recipe", RecipeName),
             ("schedule", optimizers.ScheduleName),
