@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 
 DEMO := --set text.sequences=1472 --set text.context=64 --set text.width=64 --set glyphs.images=1024 --batch-size 64 --epochs 7
 
-demo: $(READY)  ## Compare natural Muon and K-FAC with AdamW and Muon on two built-in tasks (about 4 minutes)
+demo: $(READY)  ## Compare natural Muon and K-FAC with AdamW and Muon on two built-in tasks (about 5 minutes)
 	$(RUN)natgrad compare text glyphs $(DEMO) --optimizers natural-muon,kfac,adamw,muon --workers 2 --first-seed 100 --tuned examples/demo --out runs/demo
 
 test: $(READY)  ## Run the tests (COVERAGE=1: measure their branch coverage, which must be at least 90 %)

@@ -1,6 +1,5 @@
-"""Trains a tiny classifier with Accelerate; also as a job of several ranks."""
+"""Trains a tiny classifier of tokens with Accelerate; also as a job of several ranks."""
 
-import json
 import os
 import sys
 import warnings
@@ -11,29 +10,21 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.nn import functional
 
 import natgrad
+from tests.integrations.launch import CLASSES, FEATURES, WHOLE, cases, share_of_loss, tokens, write
 
-WHOLE, STEPS = 8, 6  # samples of a step
-MUON = {"name": "natural-muon", "lr": 1e-2}
-KFAC = {"name": "sgd+kfac", "lr": 1e-2, "momentum": 0.9, "reduction": "mean"}
+STEPS = 6
 
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-
-
-def samples():
-    """Return inputs and labels by step."""
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(STEPS, WHOLE, 8, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(4, (STEPS, WHOLE), generator=generator)
+    layers = [nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)]
+    return nn.Sequential(*layers).double()
 
 
 def sharding():
-    """Return the plugin that shards each layer, and have Accelerate use it, which it does on GPUs alone."""
+    """Have Accelerate shard each layer by FSDP2, which by itself it does on GPUs alone."""
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -72,13 +63,14 @@ def trained(
     if resume:
         accelerator.load_state(folder)
     size = WHOLE // parts // accelerator.num_processes
-    inputs, targets = samples()
+    inputs, labels = tokens(STEPS)
     for step in range(STEPS // 2 if resume else 0, STEPS):
         for part in range(parts):
             first = (part * accelerator.num_processes + accelerator.process_index) * size
             own = slice(first, first + size)
             with accelerator.accumulate(network):
-                loss = functional.cross_entropy(network(inputs[step, own]), targets[step, own])
+                passes = parts * accelerator.num_processes
+                loss = share_of_loss(network(inputs[step, own]), labels[step, own], labels[step], passes)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -91,19 +83,17 @@ def trained(
 
 def main(folder):
     """Train with each optimizer and placement, resume, and write the weights."""
-    rank, found = int(os.environ["RANK"]), {}
-    for name, options in {"muon": MUON, "kfac": KFAC}.items():
-        for placement in ("comm-opt", "mem-opt"):
-            key, chosen = f"{name} {placement}", {**options, "placement": placement}
-            out = folder / f"{name}-{placement}"
-            found[key] = trained(chosen, folder=out).tolist()
-            found[f"{key} resumed"] = trained(chosen, folder=out, resume=True).tolist()
-            found[f"{key} prepared first"] = trained(chosen, prepared_first=True).tolist()
-            found[f"{key} parts"] = trained(chosen, parts=2).tolist()
-            found[f"{key} sharded"] = trained(chosen, folder=out / "sharded", shards=True).tolist()
-            found[f"{key} sharded resumed"] = trained(chosen, folder=out / "sharded", shards=True, resume=True).tolist()
-            found[f"{key} sharded parts"] = trained(chosen, shards=True, parts=2).tolist()
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    found = {}
+    for key, options in cases():
+        out = folder / key
+        found[key] = trained(options, folder=out).tolist()
+        found[f"{key} resumed"] = trained(options, folder=out, resume=True).tolist()
+        found[f"{key} prepared first"] = trained(options, prepared_first=True).tolist()
+        found[f"{key} parts"] = trained(options, parts=2).tolist()
+        found[f"{key} sharded"] = trained(options, folder=out / "sharded", shards=True).tolist()
+        found[f"{key} sharded resumed"] = trained(options, folder=out / "sharded", shards=True, resume=True).tolist()
+        found[f"{key} sharded parts"] = trained(options, shards=True, parts=2).tolist()
+    write(folder, found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""Trains a tiny classifier with ``lightning.Trainer``; also as a job of several ranks."""
+"""Trains a tiny classifier of tokens with ``lightning.Trainer``; also as a job of several ranks."""
 
-import json
 import os
 import sys
 import warnings
@@ -10,16 +9,10 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import natgrad
-
-MUON = {"name": "natural-muon", "lr": 1e-2}
-KFAC = {"name": "sgd+kfac", "lr": 1e-2, "momentum": 0.9, "reduction": "mean"}
-
-
-WHOLE = 8  # samples of a step
+from tests.integrations.launch import CLASSES, FEATURES, WHOLE, cases, share_of_loss, tokens, write
 
 
 class Classifier(lightning.LightningModule):
@@ -27,12 +20,10 @@ class Classifier(lightning.LightningModule):
 
     def __init__(self, optimizer, batch):
         super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
-        self.head = nn.Linear(16, 4)
+        self.backbone = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.head = nn.Linear(16, CLASSES)
         self.chosen, self.batch = optimizer, batch
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(8, WHOLE, 8, generator=generator, dtype=torch.float64)
-        self.targets = torch.randint(4, (8, WHOLE), generator=generator)
+        self.inputs, self.labels = tokens(steps=8)
 
     def forward(self, inputs):
         return self.head(self.backbone(inputs))
@@ -40,8 +31,9 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch, index):
         part = self.global_rank if self.trainer.world_size > 1 else index % (WHOLE // self.batch)
         own = slice(part * self.batch, (part + 1) * self.batch)
+        labels = self.labels[self.global_step]
         outputs = self(self.inputs[self.global_step, own])
-        return functional.cross_entropy(outputs, self.targets[self.global_step, own])
+        return share_of_loss(outputs, labels[own], labels, passes=WHOLE // self.batch)
 
     def configure_optimizers(self):
         optimizer = natgrad.create_optimizer(self, **self.chosen)
@@ -79,15 +71,12 @@ def weights(module):
 
 def main(folder):
     """Train with each optimizer and placement, resume, and write the weights."""
-    rank, found = int(os.environ["RANK"]), {}
-    for name, options in {"muon": MUON, "kfac": KFAC}.items():
-        for placement in ("comm-opt", "mem-opt"):
-            key, out = f"{name} {placement}", folder / f"{name}-{placement}"
-            whole = trained(out, {**options, "placement": placement}, batch=4)
-            again = trained(out, {**options, "placement": placement}, batch=4, resume=out / "step=4.ckpt")
-            found[key] = weights(whole).tolist()
-            found[f"{key} resumed"] = weights(again).tolist()
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    found = {}
+    for key, options in cases():
+        found[key] = weights(trained(folder / key, options, batch=4)).tolist()
+        again = trained(folder / key, options, batch=4, resume=folder / key / "step=4.ckpt")
+        found[f"{key} resumed"] = weights(again).tolist()
+    write(folder, found)
 
 
 if __name__ == "__main__":

@@ -5,26 +5,20 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from tests.integrations.accelerate_job import KFAC, MUON, trained
-from tests.integrations.launch import launch
+from tests.integrations.accelerate_job import trained
+from tests.integrations.launch import OPTIMIZERS, PLACEMENTS, assert_same
 
-OPTIMIZERS = {"muon": MUON, "kfac": KFAC}
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    return launch("accelerate_job", 2, tmp_path_factory.mktemp("accelerate"))
+JOB = "accelerate_job"
 
 
-@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 class TestTwoRanks:
     @pytest.mark.parametrize("how", ["", " prepared first", " parts", " sharded", " sharded parts"])
     def test_equal_one_process(self, on_two_ranks, name, placement, how):
         expected = trained(OPTIMIZERS[name])
         for found in on_two_ranks:
-            numbers = torch.tensor(found[f"{name} {placement}{how}"], dtype=torch.float64)
-            torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-8)
+            assert_same(found[f"{name} {placement}{how}"], expected)
 
     @pytest.mark.parametrize("how", ["", " sharded"])
     def test_resume_exactly(self, on_two_ranks, name, placement, how):

@@ -7,25 +7,19 @@ pytest.importorskip("lightning")
 
 from lightning.pytorch.plugins import MixedPrecision
 
-from tests.integrations.launch import launch
-from tests.integrations.lightning_job import KFAC, MUON, trained, weights
+from tests.integrations.launch import OPTIMIZERS, PLACEMENTS, assert_same
+from tests.integrations.lightning_job import trained, weights
 
-OPTIMIZERS = {"muon": MUON, "kfac": KFAC}
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    return launch("lightning_job", 2, tmp_path_factory.mktemp("lightning"))
+JOB = "lightning_job"
 
 
-@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 class TestTwoRanks:
     def test_equal_one_process(self, on_two_ranks, name, placement, tmp_path):
         expected = weights(trained(tmp_path, OPTIMIZERS[name]))
         for found in on_two_ranks:
-            numbers = torch.tensor(found[f"{name} {placement}"], dtype=torch.float64)
-            torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-8)
+            assert_same(found[f"{name} {placement}"], expected)
 
     def test_resume_exactly(self, on_two_ranks, name, placement):
         for found in on_two_ranks:

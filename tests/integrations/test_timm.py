@@ -12,25 +12,20 @@ from timm.optim import optimizer_kwargs
 from timm.utils import NativeScaler
 
 from natgrad.integrations.timm import create_optimizer_v2
-from tests.integrations.launch import launch
-from tests.integrations.timm_job import KFAC, MUON, trained
+from tests.integrations.launch import OPTIMIZERS, PLACEMENTS, assert_same
+from tests.integrations.timm_job import trained
 
-OPTIMIZERS = {"muon": MUON, "kfac": KFAC}
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    return launch("timm_job", 2, tmp_path_factory.mktemp("timm"))
+JOB = "timm_job"
+MUON = OPTIMIZERS["muon"]
 
 
-@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 class TestTwoRanks:
     def test_equal_one_process(self, on_two_ranks, name, placement):
         expected, _, _ = trained(OPTIMIZERS[name])
         for found in on_two_ranks:
-            numbers = torch.tensor(found[f"{name} {placement}"], dtype=torch.float64)
-            torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-8)
+            assert_same(found[f"{name} {placement}"], expected)
 
     def test_resume_exactly(self, on_two_ranks, name, placement):
         assert all(found[f"{name} {placement} resumed"] for found in on_two_ranks)

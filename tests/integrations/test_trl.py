@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from natgrad.integrations.transformers import NatgradCallback, OptimizerFactory
-from tests.integrations.trainer_job import KFAC, MUON, VOCABULARY, model
+from tests.integrations.launch import OPTIMIZERS
+from tests.integrations.trainer_job import VOCABULARY, model
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(VOCABULARY - 3))]
 
@@ -33,8 +34,8 @@ def samples():
 
 
 @pytest.mark.filterwarnings("ignore:natgrad has no curvature for lm_head")  # the trainer does not call the head
-@pytest.mark.parametrize("optimizer", [MUON, KFAC], ids=["muon", "kfac"])
-def test_learns(tmp_path, optimizer):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_learns(tmp_path, name):
     arguments = SFTConfig(
         str(tmp_path),
         use_cpu=True,
@@ -52,7 +53,7 @@ def test_learns(tmp_path, optimizer):
         args=arguments,
         train_dataset=samples(),
         processing_class=tokenizer(),
-        optimizer_cls_and_kwargs=(OptimizerFactory, dict(optimizer)),
+        optimizer_cls_and_kwargs=(OptimizerFactory, dict(OPTIMIZERS[name])),
         callbacks=[NatgradCallback()],
     )
     trainer.train()

@@ -1,6 +1,5 @@
 """Trains a small model of timm with its scheduler and average of weights; also as a job of several ranks."""
 
-import json
 import os
 import sys
 import warnings
@@ -15,10 +14,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.integrations.timm import create_optimizer_v2
+from tests.integrations.launch import WHOLE, cases, write
 
-WHOLE, STEPS = 8, 6  # samples of a step
-MUON = {"opt": "natural-muon", "lr": 1e-2, "weight_decay": 0.05}
-KFAC = {"opt": "sgd+kfac", "lr": 1e-2, "weight_decay": 1e-4}
+STEPS = 6
 
 
 def samples():
@@ -35,7 +33,8 @@ def trained(options, *, parts=1, state=None, stop=STEPS, scaler=None, narrow=Fal
     average = ModelEmaV3(plain, decay=0.9)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = DistributedDataParallel(plain) if ranks > 1 else plain
-    optimizer = create_optimizer_v2(model, **options)
+    options = dict(options)
+    optimizer = create_optimizer_v2(model, options.pop("name"), weight_decay=0.05, **options)
     if scaler is not None:
         optimizer.preconditioner.scaler = scaler._scaler
     scheduler, _ = create_scheduler_v2(
@@ -75,14 +74,12 @@ def main(folder):
     """Train with each optimizer and placement, resume, and write what tests compare."""
     dist.init_process_group("gloo")
     found = {}
-    for name, options in {"muon": MUON, "kfac": KFAC}.items():
-        for placement in ("comm-opt", "mem-opt"):
-            key, chosen = f"{name} {placement}", {**options, "placement": placement}
-            whole, average, _ = trained(chosen)
-            again, other, _ = trained(chosen, state=trained(chosen, stop=3)[2])
-            found[key] = whole.tolist()
-            found[f"{key} resumed"] = torch.equal(whole, again) and torch.equal(average, other)
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+    for key, options in cases():
+        whole, average, _ = trained(options)
+        again, other, _ = trained(options, state=trained(options, stop=3)[2])
+        found[key] = whole.tolist()
+        found[f"{key} resumed"] = torch.equal(whole, again) and torch.equal(average, other)
+    write(folder, found)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,5 @@
 """Trains a tiny language model with ``transformers.Trainer``; also as a job of several ranks."""
 
-import json
 import os
 import sys
 import warnings
@@ -10,10 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from natgrad.integrations.transformers import NatgradCallback, OptimizerFactory
+from tests.integrations.launch import OPTIMIZERS, cases, write
 
 VOCABULARY, LENGTH = 32, 8
-MUON = {"name": "natural-muon", "lr": 1e-2}
-KFAC = {"name": "sgd+kfac", "lr": 1e-2, "momentum": 0.9}
 
 
 def samples(count=96):
@@ -82,22 +80,19 @@ SAVING = {
 
 def main(folder):
     """Train with each optimizer and placement, resume, and write the weights."""
-    rank, found = int(os.environ["RANK"]), {}
+    found = {}
     for name, chosen in SAVING.items():
-        out, options = folder / name, {**MUON, "placement": "mem-opt"}
+        out, options = folder / name, {**OPTIMIZERS["muon"], "placement": "mem-opt"}
         arguments = {**chosen, "steps": 16 if name == "epoch" else 8, "evaluates": name == "best"}
         whole = trained(out, options, **arguments)
         first = min(out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
         again = trained(out, options, resume=first, **arguments)
         found[f"saving {name}"] = torch.equal(weights(whole), weights(again))
-    for name, options in {"muon": MUON, "kfac": KFAC}.items():
-        for placement in ("comm-opt", "mem-opt"):
-            key, out = f"{name} {placement}", folder / f"{name}-{placement}"
-            whole = trained(out, {**options, "placement": placement})
-            again = trained(out, {**options, "placement": placement}, resume=out / "checkpoint-4")
-            found[key] = weights(whole).tolist()
-            found[f"{key} resumed"] = weights(again).tolist()
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    for key, options in cases():
+        found[key] = weights(trained(folder / key, options)).tolist()
+        again = trained(folder / key, options, resume=folder / key / "checkpoint-4")
+        found[f"{key} resumed"] = weights(again).tolist()
+    write(folder, found)
 
 
 if __name__ == "__main__":
