@@ -182,6 +182,15 @@ class TestChanges:
         train(network, optimizer, steps=2)
         assert not network[0].weight.equal(before)
 
+    @pytest.mark.filterwarnings("ignore:natgrad. no layer of the model is covered while its weights are frozen")
+    def test_a_model_may_be_frozen_at_first(self, name, weight_decay):
+        network = model().requires_grad_(False)
+        optimizer = natgrad.create_optimizer(network, name, lr=1e-2, weight_decay=weight_decay)
+        network.requires_grad_(True)
+        before = [one.detach().clone() for one in network.parameters()]
+        train(network, optimizer, steps=2)
+        assert not any(one.equal(old) for one, old in zip(network.parameters(), before, strict=True))
+
     def test_added_layers_are_trained(self, name, weight_decay):
         network = model()
         optimizer = natgrad.create_optimizer(network, name, lr=1e-2, weight_decay=weight_decay)

@@ -100,20 +100,20 @@ def resolve_name(name: str) -> tuple[str, str | None]:
     Raises:
         ValueError: if there are none of such names.
     """
-    choices = {plain(one): one for one in ("natural-muon", *(f"sgd+{curvature}" for curvature in BY_NAME))}
+    choices = {plain_name(one): one for one in ("natural-muon", *(f"sgd+{curvature}" for curvature in BY_NAME))}
     examples = f"'natural-muon', or an optimizer of torch and one of {', '.join(BY_NAME)}, such as 'adamw+kfac'"
     require(isinstance(name, str), "name", name, examples)
-    base, plus, curvature = plain(name).partition("+")
+    base, plus, curvature = plain_name(name).partition("+")
     if not plus and base == "naturalmuon":
         return base, None
-    by_plain_name = {plain(one): one for one in BY_NAME}
-    close = get_close_matches(plain(name), choices, 1)
-    meant = f" (did you mean {choices[close[0]]!r}?)" if close and close[0] != plain(name) else ""
+    by_plain_name = {plain_name(one): one for one in BY_NAME}
+    close = get_close_matches(plain_name(name), choices, 1)
+    meant = f" (did you mean {choices[close[0]]!r}?)" if close and close[0] != plain_name(name) else ""
     require(base in _BASES and curvature in by_plain_name, "name", name, examples + meant)
     return base, by_plain_name[curvature]
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a name in lower case without hyphens and underscores."""
     return name.lower().replace("-", "").replace("_", "")
 

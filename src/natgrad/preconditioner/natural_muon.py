@@ -164,7 +164,7 @@ class NaturalMuon(PreconditionedOptimizer):
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if head != "spectral":
             moved_by = head if isinstance(head, Spectral) else None
-            likely = [likely_head(root, _beside_trained(candidates))]
+            likely = [likely_head(root, _beside_trained(candidates) or candidates)]
             likely = [name for name in likely if _first_match(name, adamw) is None]
             found = [escape(name) for name in likely if name in every]
             _add(curvature, dict.fromkeys(found if heads is None else heads, moved_by))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from natgrad.errors import require
-from natgrad.preconditioner.create import plain
+from natgrad.preconditioner.create import plain_name
 
 from . import curvatures, optimizers
 
@@ -85,7 +85,7 @@ REFERENCE = "adamw"
 
 def current_name(name: str) -> str:
     """Return the current name of a contender; "natgrad" is the old name of "kfac"."""
-    if plain(name) == "naturalmuon":
+    if plain_name(name) == "naturalmuon":
         return "natural-muon"
     return "kfac" if name == "natgrad" else name
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from natgrad import recipes, tasks
 from natgrad.errors import ArgumentError, require
-from natgrad.preconditioner.create import plain
+from natgrad.preconditioner.create import plain_name
 
 from . import averaging, curvatures, optimizers
 from .averaging import machines
@@ -114,7 +114,7 @@ class Job:
         for name in ("task_options", "options", "curvature_options", "averaging_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
         usual = "naturalmuon" if self.curvature == "none" else "adamw"
-        object.__setattr__(self, "optimizer", usual if self.optimizer == "auto" else plain(self.optimizer))
+        object.__setattr__(self, "optimizer", usual if self.optimizer == "auto" else plain_name(self.optimizer))
         for name, choices in (
             ("recipe", RecipeName),
             ("schedule", optimizers.ScheduleName),
