@@ -100,3 +100,20 @@ def test_compare_trains_on_a_folder(tmp_path):
     done = run("compare", "3c1f-mnist", "--data", tmp_path / "data", *arguments)
     assert done.exit_code == 0, done.output
     assert str(tmp_path / "data") in (tmp_path / "out" / "results.json").read_text()
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path):
+    folders.idx(tmp_path / "data", "gz", count=24)
+    folders.idx(tmp_path / "fewer", "gz", count=8)
+    arguments = ("train", "3c1f-fashion-mnist", *SETTINGS, "--steps", 4)
+    assert run(*arguments, "--data", tmp_path / "data", "--out", tmp_path / "run").exit_code == 0
+    assert run(*arguments, "--out", tmp_path / "embedded").exit_code == 0
+    for name, other in (("run", "fewer"), ("embedded", "data")):
+        done = run("train", "--resume", tmp_path / name, "--steps", 9, "--data", tmp_path / other)
+        assert done.exit_code == 2
+        assert "the data of the checkpoint" in " ".join(done.stderr.split())
+
+
+def test_single_samples_are_refused_where_the_model_cannot_be_trained_with_them():
+    with pytest.raises(ValueError, match="batch_size=5 is not allowed: batch_size must be one with at least 2 samples"):
+        Job(task="vgg16-mnist", optimizer="sgd", batch_size=5).resolved()

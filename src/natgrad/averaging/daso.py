@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from math import isnan
+from math import isfinite
 from typing import Any, Literal
 from zlib import crc32
 
@@ -514,12 +514,15 @@ class DASO:
         """Synchronize, update B and S by the epoch's mean loss, and begin the next epoch."""
         epochs = self._epochs
         cycling = epochs.phase_at(epochs.batches - 1) == "cycling"
-        self._compare_weights()
+        different = self._different_weights()
         self.synchronize()
+        if different:  # after the messages, because the user may turn the warning into an error
+            warnings.warn(different, NatgradWarning, stacklevel=4)
         self.agree(epoch=epochs.epoch, batches=epochs.batches)
-        self._global_loss = loss = self._mean_loss()
-        if loss is not None and isnan(loss):
-            raise DivergedError(f"the mean training loss of epoch {epochs.epoch} is not a number")
+        loss = self._mean_loss()
+        if loss is not None and not isfinite(loss):
+            raise DivergedError(f"the mean training loss of epoch {epochs.epoch} is {loss}")
+        self._global_loss = loss
         self._cycle.end_epoch(loss if cycling else None)
         epochs.next()
 
@@ -539,7 +542,7 @@ class DASO:
             AveragingError: on all ranks, with the rates that differ and their ranks.
         """
         rates = [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
-        everywhere = iter(self.grid.all_gather_objects((world_rank(), {"learning rates": rates})))
+        everywhere = iter(self.grid.all_gather_objects((world_rank(), {"learning rates": str(rates)})))
         for size in self.grid.sizes:
             differences = describe_differences(list(islice(everywhere, size)))
             if differences:
@@ -548,11 +551,11 @@ class DASO:
                     "what all ranks share, as in scheduler.step(daso.global_loss) after an epoch"
                 )
 
-    def _compare_weights(self) -> None:
-        """Warn once if the weights differ between the ranks of the node; collective in the node, and synchronous."""
+    def _different_weights(self) -> str:
+        """Return a warning, once, if weights differ between ranks of the node; collective in it, and synchronous."""
         inside = self.grid.inside
         if self._has_warned or self._sharded or inside.ranks == 1:
-            return
+            return ""
         named = self.named_parameters()
         norms = [
             torch.linalg.vector_norm(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)).to(self._device)
@@ -563,13 +566,12 @@ class DASO:
             least, greatest = min(values), max(values)
             if greatest - least > _ROUNDING * greatest:
                 self._has_warned = True
-                message = (
+                return (
                     f"natgrad: the ranks of node {self.grid.node} have different weights ({name}: norms from "
                     f"{least:.6g} to {greatest:.6g}), although they take the same gradients: give them the same "
                     "learning rate and optimizer settings in each step. The end of this epoch makes weights equal"
                 )
-                warnings.warn(message, NatgradWarning, stacklevel=4)
-                return
+        return ""
 
     @torch.no_grad()
     def _average_blocking(self) -> None:

@@ -183,7 +183,12 @@ class HyLo(_RowCurvature):
             warnings.warn(message, NatgradWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"HyLo(rank={self.rank!r}, method={self.method!r}, fisher={self.fisher!r})"
+        options = {
+            "switch": f", threshold={self.threshold!r}, least_decay={self.least_decay!r}",
+            "random": f", kid_fraction={self.kid_fraction!r}, seed={self.seed!r}",
+        }
+        used = options.get(self.method, "")
+        return f"HyLo(rank={self.rank!r}, method={self.method!r}{used}, fisher={self.fisher!r})"
 
     @property
     @override

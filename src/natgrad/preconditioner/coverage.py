@@ -323,12 +323,17 @@ def warn_of_lost(before: Iterable[str], coverage: Coverage) -> None:
 
 
 def _idle_patterns(model: nn.Module, curvature: Curvature | Curvatures) -> list[str]:
-    """Return the patterns that apply to no module with parameters. A class without modules is no mistake."""
+    """Return the keys that apply to no module with parameters. A class of which there are no modules is no mistake."""
     if isinstance(curvature, Curvature):
         return []
     found = [place for place in places(model) if place.module._parameters]
     deciding = {next((key for key in curvature if matches(key, place.name, place.module)), None) for place in found}
-    return [key for key in curvature if isinstance(key, str) and key not in deciding]
+    idle = [key for key in curvature if key not in deciding]
+    return [
+        key if isinstance(key, str) else show_key(key)
+        for key in idle
+        if isinstance(key, str) or any(isinstance(module, key) for module in model.modules())
+    ]
 
 
 def _choose(place: Place, curvature: Curvature | Curvatures) -> tuple[Curvature | None, str]:

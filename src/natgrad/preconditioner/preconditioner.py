@@ -74,7 +74,7 @@ from natgrad.refresh.policy import resolve_refresh
 from natgrad.refresh.rule import SIDES, Reads
 from natgrad.state import state as states
 from natgrad.state.counters import StepCounters
-from natgrad.state.epochs import EpochState
+from natgrad.state.epochs import EpochState, sums_gradients
 
 
 class Preconditioner:
@@ -125,7 +125,7 @@ class Preconditioner:
                 defaults. A mapping assigns curvatures by fnmatch patterns of module names and by classes of modules;
                 the first match wins, and None leaves a layer to the optimizer, as does no match.
                 ``dict.fromkeys((nn.Linear, nn.Conv2d), natgrad.KFAC())`` is K-FAC for these layers only, without norm
-                layers and embeddings.
+                layers and embeddings. A class is that of the module itself: ``nn.MultiheadAttention`` is one more.
             optimizer: The KL clip reads the current learning rates from it. natgrad warns if it steps with gradients
                 that were not preconditioned. Not ``torch.optim.LBFGS``, which runs its closure inside a step.
             damping: γ: a number above 0, a callable of the step, or a `natgrad.damping.ByKind`. None: the
@@ -318,8 +318,8 @@ class Preconditioner:
         self._communicator.call = f"step() {progress.step}"
         self._capture.release_kept()
         self._compare_settings(damping, count)
-        if self._structure.gathered:
-            self._epochs.read_learning_rates(self._clip.optimizer)
+        if any(map(sums_gradients, self._structure.gathered)):
+            self._epochs.read_learning_rates(self._clip.optimizer, self._communicator)
         due = self._scheduler.due_parts(progress)
         if self._refreshes_in_background:
             self._collect_refresh(at_once=bool(due))
@@ -360,8 +360,8 @@ class Preconditioner:
     def next_epoch(self) -> None:
         """Mark the end of an epoch. Call it on every rank, between two steps.
 
-        ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective). So does
-        ``HyLo(method="random")``.
+        `HyLo` with the methods "switch" and "random" needs it; with "switch" the norm of its gradients is then summed
+        over the ranks (collective).
         """
         self._consolidated = None
         self._epochs.next(self._structure.groups, self._communicator)

@@ -142,6 +142,8 @@ def _mix(now: Tensor, before: Tensor | None, shares: Tensor) -> tuple[Tensor, Te
         return now.clone(), now.clone()
     before = before.to(now)
     both = min(len(now), len(before))
-    shares = shares[:both].view(-1, *[1] * (now.ndim - 1)).to(now)
-    mixed = torch.cat((torch.lerp(before[:both], now[:both], shares), now[both:]))
+    wide = torch.promote_types(now.dtype, torch.float32)  # shares near 1 would round to 1 in 16 bits
+    shares = shares[:both].view(-1, *[1] * (now.ndim - 1)).to(now.device, wide)
+    mixture = torch.lerp(before[:both].to(wide), now[:both].to(wide), shares).to(now.dtype)
+    mixed = torch.cat((mixture, now[both:]))
     return mixed, torch.cat((mixed, before[both:]))

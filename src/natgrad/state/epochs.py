@@ -49,10 +49,14 @@ class EpochState:
     before: list[float] = field(default_factory=list)
     used: bool | None = None
 
-    def read_learning_rates(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Read the learning rates, in the first step of an epoch."""
+    def read_learning_rates(self, optimizer: torch.optim.Optimizer | None, runtime: Communicator) -> None:
+        """Read the learning rates, in the first step of an epoch: their means over the ranks, which choose rows alike.
+
+        Collective in that step.
+        """
         if optimizer is not None and not self.rates:
-            self.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            self.rates = [total / runtime.ranks for total in runtime.totals(rates, "counters")]
 
     def critical(self, threshold: float, least_decay: float) -> bool:
         """Return whether gradients change fast in this epoch, or a learning rate has decayed at its start.
@@ -70,10 +74,9 @@ class EpochState:
         return not (isfinite(older) and isfinite(newer)) or abs(newer - older) >= threshold * older
 
     def _has_decayed(self, least_decay: float) -> bool:
-        if len(self.rates) != len(self.before):
-            return False
-        least = least_decay * (1 - 1e-9)  # a fall from 1 to 0.8 is one of 0.19999999999999996
-        return any(now < then and then - now >= least * then for now, then in zip(self.rates, self.before, strict=True))
+        least = least_decay * (1 - 1e-6)  # rates may be in float32
+        pairs = zip(self.rates, self.before, strict=False)  # a group may have been added
+        return any(now < before and before - now >= least * before for now, before in pairs)
 
     def next(self, groups: Sequence[BlockGroup], runtime: Communicator) -> None:
         """End an epoch; collective, and waits for the device."""

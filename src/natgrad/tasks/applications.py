@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from typing_extensions import Self
 
 from natgrad.errors import require
-from natgrad.tasks.facts import CHARACTERS, DIGITS, Facts, Metric, at_least
+from natgrad.tasks.facts import CHARACTERS, DIGITS, Facts, Metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Application(Facts):
 
     def __post_init__(self) -> None:
         fits = self.data is None or (isinstance(self.data, str) and self.data)
-        require(fits, "data", self.data, f"the path of a folder with {self.sources[self.source].title}")
+        require(fits, "data", self.data, f"the path (a string) of a folder with {self.sources[self.source].title}")
 
     @classmethod
     def all(cls) -> list[Self]:
@@ -109,6 +109,8 @@ EMBEDDED = {
     "digits": Source(title="embedded digits", classes=DIGITS),
 }
 EMBEDDED_EPOCHS = {"glyphs": 5, "digits": 20}
+
+_MOST_READERS = 64  # of a rank
 
 _CIFAR = "binary or Python batches"
 _IDX = "idx files, with or without gzip"
@@ -185,6 +187,11 @@ class Classification(Application):
         return self.images.classes
 
     @property
+    def least_samples(self) -> int:
+        """Two, where batch normalisation sees one pixel of each image."""
+        return 2 if self.architecture == "vgg16" else 1
+
+    @property
     def epochs(self) -> int:
         """The paper's length of a run, or a short one on embedded data."""
         if self.data is not None:
@@ -224,7 +231,8 @@ class ImageNet(Classification):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.readers is not None:
-            at_least(0, readers=self.readers)
+            fits = type(self.readers) is int and 0 <= self.readers <= _MOST_READERS
+            require(fits, "readers", self.readers, f"a whole number from 0 to {_MOST_READERS}")
 
     @property
     def image_classes(self) -> int | None:

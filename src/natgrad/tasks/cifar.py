@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,13 +89,12 @@ def read(name: str, folder: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, 
         DataError: A file is missing, damaged or another than expected.
     """
     cifar = _CIFARS[name]
-    for layout in cifar.layouts:
-        place = find(folder, [layout.folder], layout.files)
-        if place is not None:
-            break
-    else:
+    found = [(layout, find(folder, [layout.folder], layout.files)) for layout in cifar.layouts]
+    versions = [(layout, [place / file for file in layout.files]) for layout, place in found if place is not None]
+    if not versions:
         raise DataError(_absent(cifar, folder))
-    paths = [place / file for file in layout.files]
+    complete = [version for version in versions if all(path.is_file() for path in version[1])]
+    layout, paths = (complete or versions)[0]
     for path in paths:
         if not path.is_file():
             raise DataError(f"{path} is missing: {cifar.title} has {', '.join(layout.files)}")
@@ -138,23 +138,24 @@ def _read_binary(path: Path, cifar: _Cifar) -> tuple[Tensor, Tensor]:
 
 def _read_pickle(path: Path, cifar: _Cifar, layout: _Layout) -> tuple[Tensor, Tensor]:
     """Read a dictionary with arrays of pixels and lists of labels."""
+    name, classes = cifar.labels[-1]
+    content = path.read_bytes()
     try:
-        with path.open("rb") as file:
-            batch = _PlainUnpickler(file, encoding="bytes").load()
+        loaded = _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
+        batch = {_text(key): value for key, value in loaded.items()}
+        labels = np.asarray(batch.get(name.decode()))
     except Exception as error:  # a damaged pickle raises anything
         raise DataError(f"{path} is not a batch of {cifar.title}: {type(error).__name__}: {error}") from error
-    name, classes = cifar.labels[-1]
-    keys = sorted(key.decode() for key in batch if isinstance(key, bytes)) if isinstance(batch, dict) else []
-    if not {"data", name.decode()} <= set(keys):
-        raise DataError(f"{path} has {', '.join(keys) or 'no entries'}, and {cifar.title} data and {name.decode()}")
-    pixels, labels = batch[b"data"], np.asarray(batch[name])
+    if not {"data", name.decode()} <= batch.keys():
+        raise DataError(f"{path} has {', '.join(batch) or 'no entries'}, and {cifar.title} data and {name.decode()}")
+    pixels = batch["data"]
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
         shape = getattr(pixels, "shape", type(pixels).__name__)
         raise DataError(f"{path}: data is {shape}, and {cifar.title} has bytes [N, {_PIXELS}]")
     if labels.dtype.kind not in "iu" or labels.shape != (len(pixels),) or not len(pixels):
         raise DataError(f"{path} has {len(pixels)} images and labels {list(labels.shape)} of {labels.dtype}")
     check_labels(path, torch.from_numpy(labels.astype(np.int64)), classes, f"{cifar.title} ({name.decode()})")
-    _check_title(path, batch.get(b"batch_label"), layout)
+    _check_title(path, batch.get("batch_label"), layout)
     # A copy: unpickled arrays cannot be written, which torch warns of.
     return torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32), torch.from_numpy(labels.astype(np.int64))
 
@@ -168,8 +169,13 @@ def _check_title(path: Path, found: Any, layout: _Layout) -> None:
     number = f"training batch {layout.train.index(path.name) + 1}" if path.name in layout.train else "testing batch 1"
     total = len(layout.train) if path.name in layout.train else 1
     expected = f"{number} of {total}"
-    if isinstance(found, bytes) and found.decode(errors="replace") != expected:
-        raise DataError(f"{path} calls itself {found.decode(errors='replace')!r}, and should be {expected!r}")
+    if isinstance(found, (bytes, str)) and _text(found) != expected:
+        raise DataError(f"{path} calls itself {_text(found)!r}, and should be {expected!r}")
+
+
+def _text(key: Any) -> str:
+    """Return a key of a pickled dictionary, bytes if Python 2 wrote it, as text."""
+    return key.decode(errors="replace") if isinstance(key, bytes) else str(key)
 
 
 class _PlainUnpickler(pickle.Unpickler):

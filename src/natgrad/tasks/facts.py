@@ -75,6 +75,11 @@ class Facts(ABC):
         """The number of classes if inputs are images [C, H, W]; None for other inputs."""
         return None
 
+    @property
+    def least_samples(self) -> int:
+        """The fewest samples that the model can be trained with at once."""
+        return 1
+
     def options(self) -> list[str]:
         """Return the names of the task's options."""
         return [field.name for field in fields(self) if field.name not in self.fixed]

@@ -147,7 +147,9 @@ class ImageNet(applications.ImageNet, Classification):
         """`readers`, or the CPUs of a rank, at most 8; 0 on embedded data."""
         if self.data is None:
             return 0
-        cpus = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        known = hasattr(os, "sched_getaffinity")
+        every = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+        cpus = every // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return min(max(cpus, 1), _MOST_READERS) if self.readers is None else self.readers
 
     def model(self) -> nn.Module:

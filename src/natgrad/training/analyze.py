@@ -216,7 +216,8 @@ class Measured(Training):
         assert study.threshold is not None
         assert study.least_decay is not None
         groups = [] if self.preconditioner is None else self.preconditioner._structure.groups
-        deciding = [member.layer.name for group in groups if sums_gradients(group) for member in group.members]
+        slots = [s for group in groups if sums_gradients(group) for member in group.members for s in member.layer.slots]
+        deciding = {slot.name.rpartition(".")[0] for slot in slots}
         self._epochs, self._rate = EpochGradients(study.threshold, study.least_decay, deciding), 0.0
         self._sums: dict[str, dict[str, Tensor]] = {}
         if "norms" in study.figures:

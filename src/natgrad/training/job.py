@@ -175,7 +175,7 @@ class Job:
             ValueError: No such task or option.
         """
         options = dict(self.task_options)
-        require("data" not in options, "task option", "data", "given as data")
+        require("data" not in options, "task option", "data", "given as --data DIR (in a script as data=)")
         if self.data is not None:
             reads = self.task not in tasks.names() or "data" in tasks.facts_of(self.task).options()
             require(reads, "data", self.data, f"left out for {self.task}, whose data are embedded")
@@ -211,6 +211,11 @@ class Job:
         require(
             resolved.global_batch <= samples, "batch_size", resolved.batch_size, f"at most {samples}, the training set"
         )
+        last = math.ceil(samples / self.workers) % (resolved.global_batch // self.workers) or resolved.global_batch
+        least = task.least_samples
+        allowed = f"one with at least {least} samples in each backward pass, also in the last of an epoch of {samples}"
+        fits = min(resolved.global_batch // parts, last) >= least
+        require(fits, "batch_size", resolved.batch_size, allowed)
         resolved = resolved._with_recipe()
         if self.curvature != "none" and resolved.damping is None:
             resolved = replace(resolved, damping=curvatures.default_damping(self.curvature))

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from natgrad.errors import DivergedError, require
+from natgrad.tasks.applications import Application
 from natgrad.tasks.base import DataError, Samples
 
 from .averaging import describe, node_mesh
@@ -30,6 +31,7 @@ from .result import Point, Result, Status
 from .world import StepMessages, StepSummary, World
 
 _EVALUATION_BATCH = 512
+_DESCRIBED = 5  # samples whose labels tell a data set from others
 
 # The time without a checkpoint after which a pass is interrupted to save one. It leaves two minutes to the step or
 # evaluation under way, the step after it and writing, so that there is a first checkpoint after five minutes.
@@ -105,6 +107,7 @@ class Training:
         self._saved_at, self._unsaved_seconds = perf_counter(), _LONGEST_WITHOUT_CHECKPOINT
 
         self._train, self._test = self.task.datasets()
+        self._samples = self._describe_samples()
         self._sampler: DistributedSampler[Any] = DistributedSampler(
             self._train,  # type: ignore[arg-type]  # any sequence will do
             num_replicas=world.size,
@@ -174,6 +177,7 @@ class Training:
             trained["preconditioner"] = self.preconditioner.state_dict(gather=True)
         shared = {
             "job": json.dumps(self.job.to_json()),
+            "samples": json.dumps(self._samples),
             "scheduler": self.scheduler.state_dict(),
             # Times differ between ranks, but a checkpoint has one copy of shared state.
             "progress": self.world.agree(json.dumps([asdict(position), [asdict(point) for point in self.points]])),
@@ -232,6 +236,22 @@ class Training:
         for name, value in self.job.to_json().items():
             same = name in CHANGEABLE or name not in saved or value == saved[name]
             require(same, name, value, f"{saved.get(name)!r}, as in the checkpoint")
+        samples = json.loads(state.get("samples", "null"))
+        allowed = f"the data of the checkpoint ({samples}), and these are others ({self._samples})"
+        require(samples in (None, self._samples), "data", self.job.data, allowed)
+
+    def _describe_samples(self) -> dict[str, Any] | None:
+        """Return what tells the samples of a data set from others. None: the task's are embedded in every case."""
+        if not isinstance(self.task, Application):
+            return None
+        places = torch.linspace(0, len(self._train) - 1, _DESCRIBED).long().tolist()
+        inputs, targets = self._train[places]
+        return {
+            "training": len(self._train),
+            "test": len(self._test),
+            "shape": list(inputs.shape[1:]),
+            "labels": targets.tolist(),
+        }
 
     def _pass(self) -> Status:
         """Train until the end of the pass over the training set or of the run, a stop or a divergence."""
@@ -419,8 +439,9 @@ class Training:
 
 
 def _ignore_interrupts(process: int) -> None:
-    """Let Ctrl-C reach the ranks alone, which then save a checkpoint and end their readers."""
+    """Let Ctrl-C and SIGTERM reach the ranks alone, which then save a checkpoint and end their readers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 _SEVERITY: list[Status] = ["finished", "stopped", "diverged"]
