@@ -63,7 +63,7 @@ def test_pictures_of_all_kinds_become_colours_and_test_pictures_the_middle(data)
     images, _ = test[[1]]
     with Image.open(data / "val" / "n00" / "red.JPEG") as picture:
         middle = functional.center_crop(functional.resize(picture.convert("RGB"), 256), 224)
-    expected = functional.normalize(functional.to_tensor(middle), task.images.mean, task.images.deviation)
+    expected = functional.normalize(functional.to_tensor(middle), task.data_set.mean, task.images.deviation)
     torch.testing.assert_close(images[0], expected)
 
 

@@ -37,7 +37,7 @@ def test_images_and_labels_are_those_of_the_files(tmp_path: Path, case: str, is_
     write, kind, subfolder = CASES[case]
     *train, test = write(tmp_path / subfolder if is_below else tmp_path, kind)
     task, parts = load(case, tmp_path)
-    source = task.images
+    source = task.data_set
     for part, expected in zip(parts, ([np.concatenate(each) for each in zip(*train, strict=True)], test), strict=True):
         images, labels = part[:]
         assert labels.tolist() == expected[1].tolist()

@@ -251,7 +251,7 @@ def _source(task: str | None, data: Path | None) -> str:
     facts = tasks.facts_of(task) if task is not None and task in tasks.names() else None
     if not isinstance(facts, Application):
         return ""
-    return f" on {facts.images.title}, without --data" if data is None else f" on {data}"
+    return f" on {facts.data_set.title}, without --data" if data is None else f" on {data}"
 
 
 def _absolute(data: Path | None) -> str | None:

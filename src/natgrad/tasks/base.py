@@ -13,6 +13,9 @@ from natgrad.tasks.facts import Facts
 if TYPE_CHECKING:  # listing tasks must not import torch
     from torch import Tensor, nn
 
+    from natgrad.capture.counts import Count
+    from natgrad.tasks.batches import Batch
+
 
 class DataError(NatgradError):
     """A file of a data set is missing, damaged or another than expected."""
@@ -21,7 +24,7 @@ class DataError(NatgradError):
 class Evaluator(Protocol):
     """The part of `torchmetrics.Metric` that an evaluation uses; `compute` combines the values of all ranks."""
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def update(self, outputs: Batch, targets: Batch) -> None:
         """Add one batch."""
 
     def compute(self) -> Tensor:
@@ -32,12 +35,15 @@ class Evaluator(Protocol):
 
 
 class Samples(Protocol):
-    """A data set that is read in whole batches, such as `torch.utils.data.TensorDataset`."""
+    """A data set that is read in whole batches, such as `torch.utils.data.TensorDataset`.
+
+    For batches that are not tensors see `natgrad.tasks.batches`.
+    """
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def __getitem__(self, indices: list[int] | slice) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, indices: list[int] | slice) -> tuple[Batch, Batch]:
         """Return a batch of inputs and targets."""
 
 
@@ -71,11 +77,15 @@ class Task(Facts, ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Build the model, with parameters from torch's global generator."""
+        """Build the model, which is called with a batch of inputs, with parameters from torch's global generator."""
 
     @abstractmethod
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Batch, targets: Batch) -> Tensor:
         """Return the training loss of a batch, a scalar averaged according to `reduction`."""
+
+    def count(self, targets: Batch) -> Count | None:
+        """Return the positions that count in the loss of a batch, as for `Preconditioner.step`; here all of them."""
+        return None
 
     @abstractmethod
     def evaluator(self) -> Evaluator:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.tasks import applications, cifar, digits, glyphs, idx
+from natgrad.tasks import applications, digits, glyphs
 from natgrad.tasks.base import Evaluator, Samples, Task
 from natgrad.tasks.evaluators import accuracy
 from natgrad.tasks.images import Images
+from natgrad.tasks.layouts import cifar, idx
 from natgrad.tasks.networks import NETWORKS
 
 # Of the embedded glyphs; a quarter as many for testing.
@@ -54,7 +55,7 @@ class Classification(applications.Classification, Task):
 
     def load(self) -> tuple[Samples, Samples]:
         """Return images, normalised by the data set's mean and deviation, with their class."""
-        source = self.images
+        source = self.data_set
         if self.data is not None:
             train, test = _READERS[self.source](self.source, Path(self.data))
             mean, deviation = source.mean, source.deviation

@@ -6,11 +6,14 @@ The data and model of a task are in the module of its name, in a subclass of its
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from string import ascii_uppercase, digits
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from natgrad.errors import require
+
+Reduction: TypeAlias = Literal["mean", "tokens"]
 
 DIGITS = len(digits)
 CHARACTERS = digits + ascii_uppercase
@@ -33,11 +36,14 @@ class Facts(ABC):
     A subclass sets the attributes below; its dataclass fields are the task's options, except those in `fixed`.
 
     Attributes:
-        reduction: Whether `loss` averages over samples (`"mean"`) or over all their positions (`"tokens"`).
+        reduction: Whether `loss` averages over samples (`"mean"`) or over all their positions (`"tokens"`). For a
+            loss of several terms both, by patterns of module names; the task has no likelihood then.
+        evaluation_batch: Samples that the model is evaluated on at once.
         fixed: The fields that the task's name decides.
     """
 
-    reduction: ClassVar[Literal["mean", "tokens"]] = "mean"
+    reduction: ClassVar[Reduction | Mapping[str, Reduction]] = "mean"
+    evaluation_batch: ClassVar[int] = 512
     fixed: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -52,8 +58,8 @@ class Facts(ABC):
 
     @property
     @abstractmethod
-    def likelihood(self) -> Literal["categorical", "bernoulli", "gaussian"]:
-        """The likelihood of the outputs, for the sampled Fisher."""
+    def likelihood(self) -> Literal["categorical", "bernoulli", "gaussian"] | None:
+        """The likelihood of the outputs, for the sampled Fisher; None: the outputs have no single one."""
 
     @property
     @abstractmethod

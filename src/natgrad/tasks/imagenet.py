@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -21,7 +20,6 @@ from natgrad.tasks.classification import Classification
 from natgrad.tasks.images import normalise
 
 SIDE, LARGER_SIDE = 224, 256  # pixels of a picture, and of the shorter side of a test picture before it is cut
-_MOST_READERS = 8
 
 
 def torchvision(module: str) -> Any:
@@ -135,22 +133,12 @@ class ImageNet(applications.ImageNet, Classification):
         train, val = read(Path(self.data))
         transforms = torchvision("transforms")
         views = {
-            "mean": self.images.mean,
-            "deviation": self.images.deviation,
+            "mean": self.data_set.mean,
+            "deviation": self.data_set.deviation,
             "view": transforms.Compose([transforms.Resize(LARGER_SIDE), transforms.CenterCrop(SIDE)]),
             "random_view": transforms.Compose([transforms.RandomResizedCrop(SIDE), transforms.RandomHorizontalFlip()]),
         }
         return Pictures(files=train, **views), Pictures(files=val, **views)
-
-    @property
-    def reading_processes(self) -> int:
-        """`readers`, or the CPUs of a rank, at most 8; 0 on embedded data."""
-        if self.data is None:
-            return 0
-        known = hasattr(os, "sched_getaffinity")
-        every = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-        cpus = every // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return min(max(cpus, 1), _MOST_READERS) if self.readers is None else self.readers
 
     def model(self) -> nn.Module:
         """Build a network from [B, 3, H, W] to logits [B, classes]."""

@@ -105,6 +105,8 @@ class Study:
         Raises:
             ValueError: A batch size exceeds the training set, no layer has such a name, or the job is not allowed.
         """
+        fits = self.job.build_task().likelihood is not None
+        require(fits, "task", self.job.task, "one whose loss is that of one likelihood")
         job = self.job.resolved()
         rehearse(job)
         self.probe(torch.device("cpu"))
@@ -162,6 +164,7 @@ class Study:
             ValueError: No layer has such a name.
         """
         task = self.job.build_task()
+        assert isinstance(task.reduction, str)  # as the task has a likelihood
         return Probe(
             task.model,
             task.loss,

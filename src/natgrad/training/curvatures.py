@@ -51,14 +51,14 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         require(option in allowed, "curvature option", option, what)
 
 
-def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likelihood: str) -> Curvature:
+def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likelihood: str | None) -> Curvature:
     """Return a curvature.
 
     Args:
         name: Its name.
         options: Options of its constructor.
         fisher: "empirical" or "sampled"; None: "empirical", where there is a choice.
-        likelihood: The distribution that labels are sampled from.
+        likelihood: The distribution that labels are sampled from; None: there is none.
 
     Raises:
         ValueError: An option's value is not allowed.
@@ -69,6 +69,7 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
         with options_named("curvature option", options):
             return BY_NAME[name](**options)
     fisher = fisher or "empirical"
+    require(fisher != "sampled" or likelihood is not None, "fisher", fisher, "empirical: this loss has several terms")
     with options_named("curvature option", options):
         return BY_NAME[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)
 

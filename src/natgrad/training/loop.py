@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 import signal
@@ -22,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from natgrad.errors import DivergedError, require
 from natgrad.tasks.applications import Application
 from natgrad.tasks.base import DataError, Samples
+from natgrad.tasks.batches import Batch, size, split, tensors, to
 
 from .averaging import describe, node_mesh
 from .build import build_averager, build_optimizer, build_scheduler, seconds_spent
@@ -30,8 +32,7 @@ from .recipe import additions
 from .result import Point, Result, Status
 from .world import StepMessages, StepSummary, World
 
-_EVALUATION_BATCH = 512
-_DESCRIBED = 5  # samples whose labels tell a data set from others
+_DESCRIBED = 5  # samples whose targets tell a data set from others
 
 # The time without a checkpoint after which a pass is interrupted to save one. It leaves two minutes to the step or
 # evaluation under way, the step after it and writing, so that there is a first checkpoint after five minutes.
@@ -245,13 +246,12 @@ class Training:
         if not isinstance(self.task, Application):
             return None
         places = torch.linspace(0, len(self._train) - 1, _DESCRIBED).long().tolist()
-        inputs, targets = self._train[places]
-        return {
-            "training": len(self._train),
-            "test": len(self._test),
-            "shape": list(inputs.shape[1:]),
-            "labels": targets.tolist(),
-        }
+        _, targets = self._train[places]
+        content = hashlib.sha256()
+        for tensor in tensors(targets):
+            content.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+            content.update(tensor.contiguous().numpy().tobytes())
+        return {"training": len(self._train), "test": len(self._test), "targets": content.hexdigest()[:16]}
 
     def _pass(self) -> Status:
         """Train until the end of the pass over the training set or of the run, a stop or a divergence."""
@@ -271,7 +271,7 @@ class Training:
             position.step += 1
             position.batch += 1
             save = self._is_due(self._unsaved_seconds)
-            summary = messages.exchange(loss, len(inputs) * self.world.size, stop=self._stop(), save=save)
+            summary = messages.exchange(loss, size(inputs) * self.world.size, stop=self._stop(), save=save)
             status = self._receive(summary)
             if status == "finished" and summary and summary.save and not self._pass_ended():
                 status = self._receive(messages.flush())
@@ -325,15 +325,15 @@ class Training:
             self._observer.step(self, summary.loss)
         return "diverged" if not isfinite(summary.loss) else "stopped" if summary.stop else "finished"
 
-    def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _step(self, inputs: Batch, targets: Batch) -> Tensor:
         """Take one optimizer step and return this rank's mean loss."""
         inputs, targets = self._additions.augment(inputs, targets)
-        count = min(self.job.accumulate, len(inputs))
-        parts = list(zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True))
+        count = min(self.job.accumulate, size(inputs))
+        parts = list(zip(split(inputs, count), split(targets, count), strict=True))
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
-            total = inputs.new_zeros((), dtype=torch.float32)
+            total = torch.zeros((), device=self.world.device)
             for number, (part, labels) in enumerate(parts, 1):
                 with self._without_reduction() if number < count else nullcontext():
                     outputs = self._replica(part)
@@ -347,7 +347,7 @@ class Training:
                 self.averager.average_gradients()
             self._additions.change_gradients()
             if self.preconditioner is not None:
-                self.preconditioner.step()
+                self.preconditioner.step(self.task.count(targets))
             return total
 
         loss: Tensor
@@ -406,7 +406,7 @@ class Training:
             **{f"bytes/{link}": count for link, count in zip(links, total, strict=True)},
         }
 
-    def _read(self, samples: Samples, batches: Iterable[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _read(self, samples: Samples, batches: Iterable[list[int]]) -> Iterator[tuple[Batch, Batch]]:
         """Return the batches with these indices on the device of this rank, read ahead if the task asks for that."""
         loader: DataLoader[Any] = DataLoader(
             samples,  # type: ignore[arg-type]  # any sequence will do
@@ -418,7 +418,7 @@ class Training:
         )
         try:
             for inputs, targets in loader:
-                yield inputs.to(self.world.device), targets.to(self.world.device)
+                yield to(inputs, self.world.device), to(targets, self.world.device)
         except DataError as error:  # from another process, with its traceback before the message
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
 
@@ -429,8 +429,9 @@ class Training:
         self.model.eval()
         evaluator = self.task.evaluator()
         indices = range(self.world.rank, len(self._test), self.world.size)
-        for inputs, targets in self._read(self._test, BatchSampler(indices, _EVALUATION_BATCH, drop_last=False)):
-            evaluator.update(self.model(inputs).cpu(), targets.cpu())
+        batches = BatchSampler(indices, self.task.evaluation_batch, drop_last=False)
+        for inputs, targets in self._read(self._test, batches):
+            evaluator.update(to(self.model(inputs), "cpu"), to(targets, "cpu"))
         return float(evaluator.compute())
 
     def _preconditioner_seconds(self) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.tasks.base import DataError
-from natgrad.tasks.folder import check_distinct, check_labels, find
+from natgrad.tasks.layouts.folder import check_distinct, check_labels, find
 
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 _CLASSES = 10

@@ -1,116 +1,35 @@
-"""The applications of the papers: models and data sets by name, without torch, so that `natgrad tasks` is fast.
-
-The name of such a task is MODEL-DATA. Its data are read from a folder in the data set's usual layout, or without a
-folder are embedded data of the same kind.
-"""
+"""Classes of images."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from typing_extensions import Self
-
 from natgrad.errors import require
-from natgrad.tasks.facts import CHARACTERS, DIGITS, Facts, Metric
+from natgrad.tasks.applications.base import Application, Architecture, FileApplication, Source
+from natgrad.tasks.facts import CHARACTERS, DIGITS, Metric
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A model.
-
-    Attributes:
-        title: The model in a few words.
-        epochs: The length of a run on data from a folder.
-    """
-
-    title: str
-    epochs: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
+class ImageSource(Source):
     """A data set of images of classes.
 
     Attributes:
-        title: The name of the data set.
         classes: The number of classes.
-        layout: The files in its folder, in a few words.
-        embedded: The embedded data of the same kind.
         mean: The mean of each channel of the training images in [0, 1].
         deviation: Their standard deviation.
         padding: Pixels of black around a training image before a part of its size is cut out at random.
         flip: Whether half of the training images are mirrored.
     """
 
-    title: str
     classes: int
-    layout: str = ""
-    embedded: str = ""
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
     padding: int = 0
     flip: bool = False
 
-
-@dataclass(frozen=True, kw_only=True)
-class Application(Facts):
-    """A model of `models` on a data set of `sources`.
-
-    Attributes:
-        title: What is learned.
-        models: The models by name.
-        sources: The data sets by name.
-        architecture: The name of the model.
-        source: The name of the data set.
-        data: The folder of the data set; None: embedded data of the same kind.
-    """
-
-    title: ClassVar[str]
-    models: ClassVar[Mapping[str, Architecture]]
-    sources: ClassVar[Mapping[str, Source]]
-    fixed: ClassVar[tuple[str, ...]] = ("architecture", "source")
-
-    architecture: str
-    source: str
-    data: str | None = None
-
-    def __post_init__(self) -> None:
-        fits = self.data is None or (isinstance(self.data, str) and self.data)
-        require(fits, "data", self.data, f"the path (a string) of a folder with {self.sources[self.source].title}")
-
-    @classmethod
-    def all(cls) -> list[Self]:
-        """Return every model on every data set."""
-        return [cls(architecture=model, source=source) for model in cls.models for source in cls.sources]
-
-    @property
-    def name(self) -> str:
-        """MODEL-DATA."""
-        return f"{self.architecture}-{self.source}"
-
-    @property
-    @abstractmethod
-    def images(self) -> Source:
-        """The data set that the task reads: `source`, or the embedded data."""
-
-    @property
-    def summary(self) -> str:
-        """Data and model in one line."""
-        return f"{self.images.title}, {self.models[self.architecture].title}"
-
-
-# The embedded data. Mirrored characters are other characters.
-EMBEDDED = {
-    "glyphs": Source(title="embedded glyphs", classes=len(CHARACTERS), padding=4),
-    "digits": Source(title="embedded digits", classes=DIGITS),
-}
-EMBEDDED_EPOCHS = {"glyphs": 5, "digits": 20}
-
-_MOST_READERS = 64  # of a rank
 
 _CIFAR = "binary or Python batches"
 _IDX = "idx files, with or without gzip"
@@ -132,8 +51,8 @@ class Classification(Application):
         **{f"resnet{depth}": Architecture(title=f"ResNet-{depth}", epochs=164) for depth in (20, 32, 56, 110)},
         "vgg16": Architecture(title="VGG-16 with batch norm", epochs=164),
     }
-    sources: ClassVar[Mapping[str, Source]] = {
-        "cifar10": Source(
+    sources: ClassVar[Mapping[str, ImageSource]] = {
+        "cifar10": ImageSource(
             title="CIFAR-10",
             classes=10,
             layout=_CIFAR,
@@ -143,7 +62,7 @@ class Classification(Application):
             padding=4,
             flip=True,
         ),
-        "cifar100": Source(
+        "cifar100": ImageSource(
             title="CIFAR-100",
             classes=100,
             layout=_CIFAR,
@@ -153,8 +72,10 @@ class Classification(Application):
             padding=4,
             flip=True,
         ),
-        "mnist": Source(title="MNIST", classes=10, layout=_IDX, embedded="digits", mean=(0.1307,), deviation=(0.3081,)),
-        "fashion-mnist": Source(
+        "mnist": ImageSource(
+            title="MNIST", classes=10, layout=_IDX, embedded="digits", mean=(0.1307,), deviation=(0.3081,)
+        ),
+        "fashion-mnist": ImageSource(
             title="Fashion-MNIST",
             classes=10,
             layout=_IDX,
@@ -164,6 +85,11 @@ class Classification(Application):
             padding=4,
             flip=True,
         ),
+    }
+    # Mirrored characters are other characters.
+    embedded: ClassVar[Mapping[str, ImageSource]] = {
+        "glyphs": ImageSource(title="embedded glyphs", classes=len(CHARACTERS), padding=4, epochs=5),
+        "digits": ImageSource(title="embedded digits", classes=DIGITS, epochs=20),
     }
     likelihood: ClassVar[Literal["categorical"]] = "categorical"
     metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
@@ -176,31 +102,25 @@ class Classification(Application):
         require(isinstance(self.augment, bool), "augment", self.augment, "True or False")
 
     @property
-    def images(self) -> Source:
+    def data_set(self) -> ImageSource:
         """The data set that the task reads: `source`, or the embedded data."""
-        source = self.sources[self.source]
-        return source if self.data is not None else EMBEDDED[source.embedded]
+        found = super().data_set
+        assert isinstance(found, ImageSource)
+        return found
 
     @property
     def image_classes(self) -> int | None:
         """The number of classes."""
-        return self.images.classes
+        return self.data_set.classes
 
     @property
     def least_samples(self) -> int:
         """Two, where batch normalisation sees one pixel of each image."""
         return 2 if self.architecture == "vgg16" else 1
 
-    @property
-    def epochs(self) -> int:
-        """The paper's length of a run, or a short one on embedded data."""
-        if self.data is not None:
-            return self.models[self.architecture].epochs
-        return EMBEDDED_EPOCHS[self.sources[self.source].embedded]
-
 
 @dataclass(frozen=True, kw_only=True)
-class ImageNet(Classification):
+class ImageNet(Classification, FileApplication):
     """Classes of photographs.
 
     Attributes:
@@ -213,8 +133,8 @@ class ImageNet(Classification):
     models: ClassVar[Mapping[str, Architecture]] = {
         f"resnet{depth}": Architecture(title=f"ResNet-{depth} of torchvision", epochs=90) for depth in (18, 50)
     }
-    sources: ClassVar[Mapping[str, Source]] = {
-        "imagenet": Source(
+    sources: ClassVar[Mapping[str, ImageSource]] = {
+        "imagenet": ImageSource(
             title="ImageNet",
             classes=1000,
             layout="train/CLASS/PICTURE and val/CLASS/PICTURE",
@@ -226,14 +146,6 @@ class ImageNet(Classification):
     }
     batch_size: ClassVar[int] = 256
 
-    readers: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.readers is not None:
-            fits = type(self.readers) is int and 0 <= self.readers <= _MOST_READERS
-            require(fits, "readers", self.readers, f"a whole number from 0 to {_MOST_READERS}")
-
     @property
     def image_classes(self) -> int | None:
         """The number of folders in `train`."""
@@ -241,7 +153,3 @@ class ImageNet(Classification):
         if self.data is None or not train.is_dir():
             return super().image_classes
         return sum(place.is_dir() for place in train.iterdir())
-
-
-APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet)
-"""The applications, each with all its models on all its data sets."""

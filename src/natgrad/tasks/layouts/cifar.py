@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from natgrad.tasks.base import DataError
-from natgrad.tasks.folder import check_distinct, check_labels, find
+from natgrad.tasks.layouts.folder import check_distinct, check_labels, find
 
 _PIXELS = 3 * 32 * 32
 

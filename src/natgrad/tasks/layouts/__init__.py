@@ -1,0 +1,1 @@
+"""Readers of data sets in the layouts in which they are distributed."""
