@@ -142,7 +142,7 @@ def test_a_mean_loss_that_is_not_a_number_ends_the_training():
         model, torch.optim.SGD(model.parameters(), lr=0.0), steps_per_epoch=2, batches_to_wait=0, batches_between=1
     )
     daso.step(torch.tensor(1.0))
-    with pytest.raises(DivergedError, match="mean training loss of epoch 0 is not a number"):
+    with pytest.raises(DivergedError, match="mean training loss of epoch 0 is nan"):
         daso.step(torch.tensor(math.nan))
 
 

@@ -542,7 +542,7 @@ class DASO:
             AveragingError: on all ranks, with the rates that differ and their ranks.
         """
         rates = [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
-        everywhere = iter(self.grid.all_gather_objects((world_rank(), {"learning rates": str(rates)})))
+        everywhere = iter(self.grid.all_gather_objects((world_rank(), {"learning rates": rates})))
         for size in self.grid.sizes:
             differences = describe_differences(list(islice(everywhere, size)))
             if differences:

@@ -87,7 +87,8 @@ def describe_differences(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) ->
         holders: list[tuple[Any, list[int]]] = []
         for rank, theirs in everywhere:
             value = theirs.get(name, "not given")
-            ranks = next((ranks for other, ranks in holders if other == value), None)
+            # 4 equals 4.0, and NaN has the same text as NaN.
+            ranks = next((ranks for other, ranks in holders if other == value or repr(other) == repr(value)), None)
             if ranks is None:
                 holders.append((value, ranks := []))
             ranks.append(rank)
