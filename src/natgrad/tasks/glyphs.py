@@ -93,16 +93,16 @@ def render(fonts: tuple[str, ...], photos: Tensor, count: int, generator: Genera
     styles = torch.randint(len(fonts), (count,), generator=generator)
     images = []
     for style, label in zip(torch.split(styles, CHUNK), torch.split(labels, CHUNK), strict=True):
-        backgrounds = _crops(photos, len(label), generator)
+        backgrounds = crops(photos, len(label), IMAGE, generator)
         coverage = _place(shapes[style, label], generator)[:, None]
-        ink = _ink(backgrounds, generator)[:, :, None, None]
+        ink = inks(backgrounds.mean(dim=(2, 3)) @ LUMA, generator)[:, :, None, None]
         images.append(torch.lerp(backgrounds, ink, coverage))
     return torch.cat(images), labels
 
 
-def _crops(photos: Tensor, count: int, generator: Generator) -> Tensor:
-    """Cut squares [count, 3, 32, 32] out of the photographs."""
-    squares = photos.unfold(2, IMAGE, 1).unfold(3, IMAGE, 1)
+def crops(photos: Tensor, count: int, side: int, generator: Generator) -> Tensor:
+    """Cut squares [count, 3, side, side] out of the photographs."""
+    squares = photos.unfold(2, side, 1).unfold(3, side, 1)
     photo, row, column = (torch.randint(squares.shape[axis], (count,), generator=generator) for axis in (0, 2, 3))
     return squares[photo, :, row, column]
 
@@ -112,22 +112,33 @@ def _place(shapes: Tensor, generator: Generator) -> Tensor:
     scale, tilt, right, down = torch.rand(4, len(shapes), generator=generator)
     scale = SCALE[0] + (SCALE[1] - SCALE[0]) * scale
     tilt = TILT * (2 * tilt - 1)
-    shift = SHIFT * (2 * torch.stack((right, down), 1) - 1)
+    return place(shapes, IMAGE, scale, tilt, SHIFT * (2 * torch.stack((right, down), 1) - 1))
+
+
+def place(shapes: Tensor, side: int, scale: Tensor, tilt: Tensor, shift: Tensor) -> Tensor:
+    """Tilt, scale and shift stencils [n, 64, 64] into images [n, side, side].
+
+    Args:
+        shapes: The stencils.
+        side: Pixels of an image's side.
+        scale: Side of each stencil, in sides of an image [n].
+        tilt: Angle of each in radians [n].
+        shift: Columns and rows of its middle from the image's, in half sides [n, 2].
+    """
     cosine, sine = tilt.cos() / scale, tilt.sin() / scale
     # affine_grid needs the inverse map, from pixels of the image to the stencil.
     inverse = torch.stack((torch.stack((cosine, sine), 1), torch.stack((-sine, cosine), 1)), 1)
     offset = -inverse @ shift[:, :, None]
     # Averaging four points per pixel keeps thin strokes.
     grid = functional.affine_grid(
-        torch.cat((inverse, offset), dim=2), [len(shapes), 1, 2 * IMAGE, 2 * IMAGE], align_corners=False
+        torch.cat((inverse, offset), dim=2), [len(shapes), 1, 2 * side, 2 * side], align_corners=False
     )
     sampled = functional.grid_sample(shapes[:, None], grid, align_corners=False)
     return functional.avg_pool2d(sampled, 2)[:, 0]
 
 
-def _ink(backgrounds: Tensor, generator: Generator) -> Tensor:
-    """Draw colours [n, 3] that stand out from backgrounds [n, 3, 32, 32]: bright on dark, dark on bright."""
-    behind = backgrounds.mean(dim=(2, 3)) @ LUMA
+def inks(behind: Tensor, generator: Generator) -> Tensor:
+    """Draw colours [n, 3] that stand out from a mean luma [n] behind them: bright on dark, dark on bright."""
     bright = behind < 0.5
     room = torch.where(bright, 1 - behind, behind)
     distance = CONTRAST + (room - CONTRAST) * torch.rand(len(behind), generator=generator)
