@@ -124,6 +124,10 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Option of the task; repeatable.", rich_help_panel=_RUN),
     ] = None,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(help="Run, or checkpoint, whose weights the model starts with.", rich_help_panel=_RUN),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of metrics, checkpoints and plots; default: under runs/.", rich_help_panel=_OUTPUT),
@@ -163,6 +167,7 @@ def train(
             "task": task,
             "task_options": parse(set_ or (), "--set"),
             "data": _absolute(data),
+            "start_from": _absolute(start_from),
             "recipe": recipe,
             "optimizer": optimizer,
             "options": parse(option or ()),
@@ -254,9 +259,9 @@ def _source(task: str | None, data: Path | None) -> str:
     return f" on {facts.data_set.title}, without --data" if data is None else f" on {data}"
 
 
-def _absolute(data: Path | None) -> str | None:
+def _absolute(path: Path | None) -> str | None:
     """Return a path that is found again if the run is resumed in another folder."""
-    return None if data is None else str(data.absolute())
+    return None if path is None else str(path.absolute())
 
 
 def _given(ctx: typer.Context) -> list[str]:

@@ -40,11 +40,13 @@ class Facts(ABC):
             loss of several terms both, by patterns of module names; the task has no likelihood then.
         evaluation_batch: Samples that the model is evaluated on at once.
         fixed: The fields that the task's name decides.
+        new_parameters: Patterns of the names of the parameters that a run which starts from another does not take over.
     """
 
     reduction: ClassVar[Reduction | Mapping[str, Reduction]] = "mean"
     evaluation_batch: ClassVar[int] = 512
     fixed: ClassVar[tuple[str, ...]] = ()
+    new_parameters: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod

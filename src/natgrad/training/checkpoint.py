@@ -136,6 +136,23 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Read the shared state and that of rank 0 in a checkpoint, after checking the digests of all its files.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or incomplete, or could not be read.
+    """
+    try:
+        return _read(path, rank=0, ranks=1)
+    except Exception as error:  # a damaged file can raise anything
+        raise _problem(path, error) from error
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether a folder is a complete checkpoint, which may be damaged."""
+    return (path / _DIGESTS).is_file()
+
+
 def load_latest(
     folder: Path, run: str | None = None, restore: Callable[[Path, dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:

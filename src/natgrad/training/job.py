@@ -39,6 +39,7 @@ class Job:
         task: The name of a task, one of `natgrad.tasks.names()`.
         task_options: Options of the task, except `data`.
         data: The folder of the task's data set; None: embedded data.
+        start_from: The folder of another run, or of one of its checkpoints, whose weights the model starts with.
         recipe: "large-batch" (Osawa 2019) sets in `resolved` all fields from `optimizer` to `kl_clip`, except
             `sharing` and `placement`, and except `learning_rate`, `form` and `fisher` where given.
         optimizer: The name of an optimizer of `torch.optim`, "heavyball" or "naturalmuon", in any spelling; "auto":
@@ -73,6 +74,7 @@ class Job:
     task: str
     task_options: Mapping[str, Any] = field(default_factory=dict)
     data: str | None = None
+    start_from: str | None = None
     recipe: RecipeName = "none"
     optimizer: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class Job:
         """
         for name in ("task", "recipe", "optimizer", "schedule", "curvature", "placement", "refresh", "averaging"):
             require(isinstance(getattr(self, name), str), name, getattr(self, name), "a string")
-        for name in ("data", "form", "fisher", "sharing"):
+        for name in ("data", "start_from", "form", "fisher", "sharing"):
             require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "a string")
         for name in ("task_options", "options", "curvature_options", "averaging_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))

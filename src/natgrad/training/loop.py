@@ -30,6 +30,7 @@ from .build import build_averager, build_optimizer, build_scheduler, seconds_spe
 from .job import CHANGEABLE, Job
 from .recipe import additions
 from .result import Point, Result, Status
+from .start import load_weights
 from .world import StepMessages, StepSummary, World
 
 _DESCRIBED = 5  # samples whose targets tell a data set from others
@@ -88,6 +89,7 @@ class Training:
             none for `save_seconds` and three minutes.
         is_elastic: Whether the run may be continued with another number of nodes: DASO then synchronizes them before
             each checkpoint, so that any number of nodes can load it.
+        is_resumed: Whether a state is loaded afterwards, so that the weights of `Job.start_from` are not needed.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Training:
         save: Callable[[Training], None] | None = None,
         save_seconds: float = 30.0,
         is_elastic: bool = False,
+        is_resumed: bool = False,
     ) -> None:
         self.job, self.world, self.task = job, world, job.build_task()
         self.position, self.points = RunProgress(), list[Point]()
@@ -121,6 +124,8 @@ class Training:
 
         torch.manual_seed(job.seed)
         self.model = self.task.model().to(world.device)
+        if job.start_from is not None and not is_resumed:
+            load_weights(self.model, job.start_from, self.task.new_parameters)
         mesh = node_mesh(world.device, job.nodes or 1, world.size) if job.averaging != "none" else None
         group = mesh.get_group("local") if mesh is not None else None
         self._replica = DistributedDataParallel(self.model, process_group=group) if world.size > 1 else self.model

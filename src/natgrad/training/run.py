@@ -27,6 +27,7 @@ from .job import CHANGEABLE, Job
 from .launch import INTERRUPTED, launch
 from .loop import Observer, Training
 from .result import Point, Result, append_point, write_points
+from .start import load_weights
 from .world import World, join, launched, stop_requests
 
 CONFIGURATION = "config.json"
@@ -85,6 +86,9 @@ def train(job: Job, output: Output, *, resume: bool = False, own_process: bool =
     with _newest_named(output.folder if resume else None):
         job = job.resolved()
         rehearse(job)
+    if job.start_from is not None and is_leader and not resume:  # find what does not fit before the run
+        task = job.build_task()
+        load_weights(task.model(), job.start_from, task.new_parameters)
     claim = (
         _claimed(output, job, resume=resume) if output.folder is not None and is_leader else nullcontext((None, None))
     )
@@ -277,6 +281,7 @@ def _train(
         save=partial(_save, place, world) if place else None,
         save_seconds=output.save_seconds,
         is_elastic=_may_be_restarted(),
+        is_resumed=place is not None and place.has_checkpoint,
     )
     if place and place.has_checkpoint:
         _restore(training, place, world)
