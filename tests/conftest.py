@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests import device, thinning, torchvision_operators
+from tests import device, thinning
+from tests.site import torchvision_finder
 
-torchvision_operators.declare()  # before torchmetrics imports it
+torchvision_finder.install()  # before torchmetrics imports it
 
 # Whether gradient hooks run in compiled models: backward graphs of torch 2.11 drop hooks without outputs.
 SEES_COMPILED = TorchVersion(torch.__version__) >= TorchVersion("2.13")

@@ -1,3 +1,0 @@
-from tests.torchvision_operators import declare
-
-declare()

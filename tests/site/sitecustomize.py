@@ -1,0 +1,5 @@
+"""Python imports this first in all processes that tests start."""
+
+import torchvision_finder
+
+torchvision_finder.install()
