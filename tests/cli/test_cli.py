@@ -26,6 +26,24 @@ def test_the_version_is_told():
     assert run("--version").output == f"natgrad {natgrad.__version__}\n"
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_reached_its_target_goes_on_with_another(tmp_path, workers):
+    settings = ("train", "tabular", "--optimizer", "adamw", "--epochs", 3, "--workers", workers)
+    assert run(*settings, "--out", tmp_path / "whole").exit_code == 0
+    done = run(*settings, "--target", 0.1, "--out", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert "target 0.1 reached, in 7 of at most 21 steps" in done.output
+    again = run("train", "--resume", tmp_path / "run")
+    assert again.exit_code == 0
+    assert "target 0.1 reached, in 7 of" in again.output
+    longer = run("train", "--resume", tmp_path / "run", "--target", 2)
+    assert longer.exit_code == 0, longer.output
+    assert "target 2 not reached, in 21 of at most 21 steps" in longer.output
+    metrics = [[point.metric for point in read_points(tmp_path / name / "metrics.jsonl")] for name in ("whole", "run")]
+    assert metrics[0] == metrics[1]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["target"] == 2
+
+
 def test_a_run_leaves_what_resuming_needs(tmp_path):
     out = tmp_path / "run"
     settings = ("--optimizer", "sgd", "--option", "momentum=0.9", "--lr", 0.05, "--curvature", "kfac")

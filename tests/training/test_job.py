@@ -40,6 +40,7 @@ def test_the_optimizer_left_out_is_natural_muon_or_adamw_with_a_curvature():
         ({"task": "digits", "curvature": "kfac", "optimizer": "lbfgs"}, "lbfgs"),
         ({"task": "digits", "epochs": 0}, "epochs=0"),
         ({"task": "digits", "epochs": 1, "steps": 1}, "steps=1"),
+        ({"task": "digits", "target": float("nan")}, "target=nan"),
         ({"task": "digits", "workers": True}, "workers=True"),
         ({"task": "digits", "damping": 0}, "damping=0"),
         ({"task": "digits", "damping": "much"}, "damping='much'"),

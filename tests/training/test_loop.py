@@ -1,5 +1,6 @@
 import itertools
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_a_first_order_run_is_the_plain_loop():
     accuracy = (model.eval()(inputs).argmax(1) == targets).float().mean()
     assert result.points[-1].metric == pytest.approx(accuracy.item())
     assert [point.step for point in result.points] == [7, 14]
+
+
+def test_a_run_ends_at_the_first_evaluation_that_reaches_the_target():
+    job = Job(task="autoencoder", optimizer="adamw", epochs=4)
+    whole = training(job).run().points
+    values = [point.metric for point in whole]
+    assert values == sorted(values, reverse=True)  # lower is better
+    for target, epochs in ((values[1], 2), ((values[1] + values[2]) / 2, 3), (0.0, 4)):
+        run = training(replace(job, target=target))
+        result = run.run()
+        assert [point.metric for point in result.points] == values[:epochs]
+        assert (result.status, run.has_reached_target) == ("finished", target > 0)
+
+
+def test_a_run_that_is_asked_to_stop_and_reaches_the_target_is_finished():
+    assert training(Job(task="tabular", epochs=3, target=0.01), stop=stop_after(7)).run().status == "finished"
+    assert training(Job(task="tabular", epochs=3, target=1.1), stop=stop_after(7)).run().status == "stopped"
 
 
 @pytest.mark.parametrize("settings", [{"optimizer": "sgd", "learning_rate": 0.1}, {**KFAC, "fisher": "empirical"}])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from natgrad.training.result import Result
 
 # Options that may change when a run is resumed; all others are read from its folder.
-_RESUMABLE = ("resume", "epochs", "steps", "workers", "data", "checkpoint_seconds")
+_RESUMABLE = ("resume", "epochs", "steps", "target", "workers", "data", "checkpoint_seconds")
 _CURVATURE_OPTIONS = (
     "curvature_option",
     "form",
@@ -115,6 +115,9 @@ def train(
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
     steps: Annotated[int | None, typer.Option(help="In place of --epochs.", rich_help_panel=_RUN)] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Stop at the first evaluation that reaches it.", rich_help_panel=_RUN)
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Over all ranks.", rich_help_panel=_RUN)] = None,
     accumulate: Annotated[int, typer.Option(help="Backward passes a step.", rich_help_panel=_RUN)] = 1,
     workers: Annotated[int, typer.Option(help="Ranks to start on this machine.", rich_help_panel=_RUN)] = 1,
@@ -187,6 +190,7 @@ def train(
             "kl_clip": kl_clip,
             "epochs": epochs,
             "steps": steps,
+            "target": target,
             "batch_size": batch_size,
             "accumulate": accumulate,
             "workers": _ranks(workers),
@@ -211,7 +215,7 @@ def train(
         _report(job, folder, result)
     if result is None or result.status == "stopped":
         raise typer.Exit(INTERRUPTED)
-    if result.status == "diverged" or not _is_kept(job, folder):
+    if result.status == "diverged" or not _is_kept(folder, result):
         raise typer.Exit(1)
 
 
@@ -239,6 +243,8 @@ def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
         require(name not in given, name, ctx.params[name], f"left out: {job.recipe} is fitted to the length of the run")
     if "epochs" in given or "steps" in given:
         job = replace(job, epochs=ctx.params["epochs"], steps=ctx.params["steps"])
+    if "target" in given:
+        job = replace(job, target=ctx.params["target"])
     if "data" in given:
         job = replace(job, data=_absolute(ctx.params["data"]))
     workers = _ranks(ctx.params["workers"] if "workers" in given else job.workers)
@@ -325,11 +331,11 @@ def _continuation(folder: Path) -> str:
     return f"the checkpoint is of step {step}; continue with: natgrad train --resume {folder}"
 
 
-def _is_kept(job: Job, folder: Path) -> bool:
+def _is_kept(folder: Path, result: Result) -> bool:
     """Return whether the end of a finished run was saved."""
     from natgrad.training.run import saved_step
 
-    return saved_step(folder) == job.total_steps
+    return saved_step(folder) == result.points[-1].step
 
 
 def _report(job: Job, folder: Path, result: Result | None) -> None:
@@ -355,10 +361,13 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
         if stopped:
             when += ", at the last evaluation"
         console.print(f"{job.task}: loss {last.loss:.4g}, {metric.name} {last.metric:.4g} after {when}")
+        if job.target is not None and not stopped:
+            reached = "reached" if metric.reaches(last.metric, job.target) else "not reached"
+            console.print(f"target {job.target:g} {reached}, in {last.step} of at most {job.total_steps} steps")
     if stopped:
         console.print(f"stopped; {_continuation(folder)}", style="yellow")
     elif result and result.status == "diverged":
         console.print("diverged: the loss or the metric is no longer a number", style="red")
-    elif not _is_kept(job, folder):
+    elif result is not None and not _is_kept(folder, result):
         console.print(f"the end of the run could not be saved; {_continuation(folder)}", style="red")
     console.print(f"kept in {folder}: config.json, metrics.jsonl, checkpoints, curves.svg")

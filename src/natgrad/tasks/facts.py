@@ -28,6 +28,10 @@ class Metric:
     name: str
     better: Literal["lower", "higher"]
 
+    def reaches(self, value: float, target: float) -> bool:
+        """Return whether a value is as good as a target."""
+        return value >= target if self.better == "higher" else value <= target
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(ABC):

@@ -18,7 +18,7 @@ from .averaging import machines
 from .curvatures import options_named
 
 # The settings that may change when a run is resumed.
-CHANGEABLE = ("epochs", "steps", "workers", "nodes", "device", "data")
+CHANGEABLE = ("epochs", "steps", "target", "workers", "nodes", "device", "data")
 
 # Fields that jobs of earlier versions have, with the only value that is still accepted.
 _REMOVED = {"by": "layer", "share": None}
@@ -61,6 +61,7 @@ class Job:
         kl_clip: The bound of the KL clip; None or 0: off.
         epochs: Passes over the training set; None, if `steps` is None too: the task's default.
         steps: Optimizer steps, instead of `epochs`.
+        target: The value of the task's metric at which the run ends, at the first evaluation that reaches it.
         batch_size: Samples per step over all ranks; None: the task's default.
         accumulate: Backward passes per step.
         workers: The number of ranks.
@@ -94,6 +95,7 @@ class Job:
     kl_clip: float | None = 1e-3
     epochs: int | None = None
     steps: int | None = None
+    target: float | None = None
     batch_size: int | None = None
     accumulate: int = 1
     workers: int = 1
@@ -134,6 +136,8 @@ class Job:
         if self.kl_clip == 0 and not isinstance(self.kl_clip, bool):
             object.__setattr__(self, "kl_clip", None)
         _check_positive("kl_clip", self.kl_clip, off=True)
+        fits = isinstance(self.target, int | float) and not isinstance(self.target, bool) and math.isfinite(self.target)
+        require(fits or self.target is None, "target", self.target, "a finite number, a value of the task's metric")
         require(self.epochs is None or self.steps is None, "steps", self.steps, "left out where epochs is given")
         if self.fisher is not None:
             _check_choice("fisher", self.fisher, get_args(Fisher))

@@ -155,13 +155,22 @@ class Training:
         """Train until the end, a stop or a divergence, and save the last checkpoint."""
         status: Status = "finished"
         # A run that was stopped within a pass and has no steps left still lacks the evaluation of its end.
-        while status == "finished" and (self.position.step < self.total_steps or self.position.samples):
+        while status == "finished" and not self.has_reached_target and self._lacks_steps_or_evaluation():
             status = self._pass()
-        if status == "stopped" and self.position.step == self.total_steps:
+        if status == "stopped" and (self.position.step == self.total_steps or self.has_reached_target):
             status = "finished"
         if self._save is not None and status != "diverged":
             self._save_checkpoint()
         return status
+
+    def _lacks_steps_or_evaluation(self) -> bool:
+        return self.position.step < self.total_steps or self.position.samples > 0
+
+    @property
+    def has_reached_target(self) -> bool:
+        """Whether the last evaluation reached the job's target."""
+        target = self.job.target
+        return bool(self.points) and target is not None and self.task.metric.reaches(self.points[-1].metric, target)
 
     def share(self) -> float:
         """Return the preconditioner's share of the training time."""
