@@ -56,6 +56,24 @@ def test_a_first_order_run_is_the_plain_loop():
     assert [point.step for point in result.points] == [7, 14]
 
 
+class Pairs:
+    """Samples whose inputs are a tuple, and whose targets a list."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, indices):
+        return (torch.tensor(indices), torch.tensor(indices) + 1), [f"text {index}" for index in indices]
+
+
+def test_batches_keep_their_structure():
+    run = training(Job(task="tabular", optimizer="adamw", steps=1))
+    [(inputs, targets)] = run._read(Pairs(), [[4, 2, 5]])
+    assert isinstance(inputs, tuple)
+    assert [each.tolist() for each in inputs] == [[4, 2, 5], [5, 3, 6]]
+    assert targets == ["text 4", "text 2", "text 5"]
+
+
 def test_a_run_ends_at_the_first_evaluation_that_reaches_the_target():
     job = Job(task="autoencoder", optimizer="adamw", epochs=4)
     whole = training(job).run().points

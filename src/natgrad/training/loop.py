@@ -426,6 +426,7 @@ class Training:
             samples,  # type: ignore[arg-type]  # any sequence will do
             batch_size=None,  # the sampler makes batches
             sampler=batches,
+            collate_fn=_unchanged,  # torch's own turns tuples into lists
             num_workers=self.task.reading_processes,
             worker_init_fn=_ignore_interrupts,
             generator=torch.Generator(),  # the loader draws a seed, which must not change the run's random numbers
@@ -451,6 +452,10 @@ class Training:
     def _preconditioner_seconds(self) -> float:
         spent = seconds_spent(self.preconditioner) if self.preconditioner is not None else 0.0
         return self.position.preconditioner_seconds + spent
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _ignore_interrupts(process: int) -> None:
