@@ -141,6 +141,7 @@ class TestClipping:
             optimizer.step()
         torch.testing.assert_close(found, torch.cat([one.detach().flatten() for one in other.parameters()]))
 
+    @pytest.mark.filterwarnings("ignore:natgrad. the gradient of")
     def test_leaves_gradients_that_are_not_finite_to_the_guard(self):
         network = model()
         optimizer = natgrad.create_optimizer(network, lr=1e-2, clip_norm=1.0)

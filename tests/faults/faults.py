@@ -365,6 +365,29 @@ _add(
     ),
 )
 
+_add(
+    "skipped_steps_move",
+    "A step with a gradient that is not finite moves what the optimizer of torch moves.",
+    "test_skipped_steps.py::test_a_step_with_an_unusable_gradient_changes_nothing",
+    ("preconditioner.optimizer:step_unless", "if skips is not None and on_host(skips):", "if False:"),
+)
+_add(
+    "skipped_momentum",
+    "The momentum of natural Muon takes the finite gradients of a skipped step.",
+    "test_skipped_steps.py::test_a_step_with_an_unusable_gradient_changes_nothing",
+    (
+        "preconditioner.gradients.preconditioning:_solve",
+        "_unless(skips, gradient.flatten(1).sum(1))",
+        "gradient.flatten(1).sum(1)",
+    ),
+)
+_add(
+    "skipped_alone",
+    "A rank skips a step by its own gradients, without those of the others.",
+    "distributed/test_skipped_steps.py",
+    ("preconditioner.optimizer:PreconditionedOptimizer._find_skipped_step", "runtime.ranks > 1 and (", "False and ("),
+)
+
 # --- Row curvatures and quasi-Newton ------------------------------------------------------------------------------
 
 _add(

@@ -288,7 +288,7 @@ class StatisticsBuffer:
     updated by a few calls for all layers.
 
     Attributes:
-        skip_step: Device bool: the ``GradScaler`` skips this step on all ranks. None without a scaler.
+        skip_step: Device bool: the optimizer or the ``GradScaler`` skips this step on all ranks. None: neither does.
         basis_version: The `BlockGroup.basis_version` at the beginning of this step, by the ``id`` of the group.
     """
 

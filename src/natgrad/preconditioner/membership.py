@@ -36,6 +36,11 @@ class Membership:
         self._known = dict(named_parameters(model))
         self._ids = {id(parameter) for parameter in self._known.values()}
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the model's parameters by their ``id``."""
+        return {id(parameter): name for name, parameter in self._known.items()}
+
     def follow(self, group_for: Callable[[nn.Parameter], Group | None] | None = None) -> None:
         """Compare the model with its last parameters, and put those that have changed into the groups.
 

@@ -23,16 +23,16 @@ from natgrad.capture.hooks import Hooks
 from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement
-from natgrad.distributed.fsdp import find_mesh, is_sharded
+from natgrad.distributed.fsdp import find_mesh, is_sharded, local
 from natgrad.errors import ArgumentError, NatgradWarning, require, require_one_of
 from natgrad.layers import layers_for
 from natgrad.linalg.device import multiplies_bfloat16, on_host
-from natgrad.linalg.precision import Precision
+from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.preconditioner.arguments import check_dense, unwrap
 from natgrad.preconditioner.coverage import Place, cover, places, unfrozen
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.preconditioner.membership import Group, decayed
-from natgrad.preconditioner.optimizer import PreconditionedOptimizer
+from natgrad.preconditioner.optimizer import PreconditionedOptimizer, step_unless
 from natgrad.preconditioner.preconditioner import Preconditioner
 from natgrad.refresh import DoublingInterval, Refresh, RefreshRule
 from natgrad.schedule import check_number, is_number
@@ -347,7 +347,14 @@ def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
 
 
 class _Update(Optimizer):
-    """Moves matrices against natgrad's updates, and other parameters by AdamW."""
+    """Moves matrices against natgrad's updates, and other parameters by AdamW.
+
+    Attributes:
+        found_inf: As of torch's fused optimizers: 1.0 on the device if the step is to change nothing.
+    """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor | None = None
 
     def __init__(
         self, matrices: list[nn.Parameter], others: list[nn.Parameter], undecayed: list[nn.Parameter], **options: Any
@@ -372,12 +379,15 @@ class _Update(Optimizer):
             if not (group["spectral"] and parameters):
                 continue
             if group["weight_decay"]:
-                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                shards, decay = list(map(local, parameters)), group["lr"] * group["weight_decay"]
+                if self.found_inf is not None:
+                    decay = decay * (1 - self.found_inf.to(at_least_float32(shards[0].dtype)))
+                torch._foreach_mul_(shards, 1 - decay)
             for parameter in parameters:  # what loads checkpoints expects a state of each parameter that has moved
                 if parameter not in self.state:
                     self.state[parameter]["step"] = torch.zeros(())
             torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
-        self._by_adamw().step()
+        step_unless(None if self.found_inf is None else self.found_inf > 0, self._by_adamw())
         return loss
 
     def _follow_dtypes(self) -> None:
@@ -392,19 +402,26 @@ class _Update(Optimizer):
         if "_adamw" not in self.__dict__:  # also in copies, which have groups and state alone
             self._adamw = AdamW([parameter for group in self.param_groups for parameter in group["params"]])
         others = (group for group in self.param_groups if not group["spectral"])
-        # On CPUs torch never chooses the fused step, which takes a fifth of the time for small parameters.
-        self._adamw.param_groups = [{**group, "fused": True} if self._can_fuse(group) else group for group in others]
-        self._adamw.state = self.state
+        # By itself torch never chooses the fused step, which on CPUs takes a fifth of the time for small parameters,
+        # and alone can be skipped on an accelerator.
+        groups = [{**group, "fused": True} if self._can_fuse(group) else group for group in others]
+        self._adamw.param_groups, self._adamw.state = groups, self.state
+        self._adamw._step_supports_amp_scaling = all(group["fused"] for group in groups)
+        for parameter in (parameter for group in groups if group["fused"] for parameter in group["params"]):
+            if parameter in self.state:  # a loaded one may be on the host
+                self.state[parameter]["step"] = self.state[parameter]["step"].to(parameter.device)
         return self._adamw
 
     def _can_fuse(self, group: Mapping[str, Any]) -> bool:
-        """Return whether AdamW's fused step can move a group on a CPU: it reads real elements in their order."""
+        """Return whether AdamW's fused step can move a group: it reads real elements in their order."""
         if group.get("fused") is not None or group["foreach"] or group["differentiable"]:
             return False
         for parameter in group["params"]:
             state = self.state[parameter].values() if parameter in self.state else ()
             tensors = [tensor for tensor in (parameter, parameter.grad, *state) if isinstance(tensor, Tensor)]
-            if not (on_host(parameter) and parameter.is_floating_point()) or is_sharded(parameter):
+            if parameter.device.type not in ("cpu", "cuda") or not parameter.is_floating_point():
+                return False
+            if on_host(parameter) and is_sharded(parameter):
                 return False
             if not all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in tensors):
                 return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from natgrad.capture.counts import Count
 from natgrad.distributed.fsdp import is_sharded, local, whole
 from natgrad.errors import NatgradWarning, require
+from natgrad.linalg import tensor_on
+from natgrad.linalg.device import on_host
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import check_dense
 from natgrad.preconditioner.explanation import Explanation
@@ -24,6 +26,11 @@ from natgrad.schedule import check_number
 
 class PreconditionedOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` that preconditions and then steps, with the inner optimizer's groups and state.
+
+    A step is skipped on all ranks if the gradient of any parameter is not finite: no parameter, factor or momentum
+    changes. The first such step warns, ``metrics()["skipped_steps"]`` counts them, and `natgrad.Guard` limits how many
+    may follow each other. On an accelerator, where the host does not know, an optimizer of torch that is not fused
+    takes a step with gradients of zero instead.
 
     Attributes:
         optimizer: The inner optimizer.
@@ -60,7 +67,7 @@ class PreconditionedOptimizer(Optimizer):
             clip_norm = float(clip_norm)
         self.optimizer, self.preconditioner, self.clip_norm = optimizer, preconditioner, clip_norm
         self._count: Count | None = None
-        self._warned_of_incomplete = self._lacks_curvature = False
+        self._warned_of_incomplete = self._lacks_curvature = self._has_moved = False
         self._splits_by_decay = False  # whether the second group is of what is not decayed
         self._membership = preconditioner.membership or Membership(preconditioner._structure.root, optimizer)
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -136,19 +143,52 @@ class PreconditionedOptimizer(Optimizer):
 
         Raises:
             ValueError: as `natgrad.Preconditioner.step`. Nothing has been changed then.
+            CurvatureError: as `natgrad.Preconditioner.step`, or if as many steps in a row were skipped as
+                `natgrad.Guard` says.
+
+        Warns:
+            NatgradWarning: once, if a step is skipped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._read_groups()
+        skips = None
         if not self._is_loaders_step():
             self._warn_of_missing_curvature()
-            self._precondition(self.count if count is None else count)
+            skips = self.preconditioner._skips = self._find_skipped_step()
+            try:
+                self._precondition(self.count if count is None else count)
+            finally:
+                self.preconditioner._skips = None
             self._reset_count()
         self._regroup()
-        self.optimizer.step()
+        # The host waits for the first one: torch's fused SGD leaves its momentum uninitialised if that is skipped.
+        if skips is None or self._has_moved or not bool(skips):
+            step_unless(skips if self._has_moved else None, self.optimizer)
+            self._has_moved = True
         return loss
+
+    @torch.no_grad()
+    def _find_skipped_step(self) -> Tensor | None:
+        """Return whether the gradient of any parameter on any rank is not finite (bool). None: all are, as known.
+
+        The ranks send one number for each parameter if each has gradients of its own.
+        """
+        preconditioner = self.preconditioner
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        unusable = unusable_gradients(parameters)
+        runtime, reduces = preconditioner._communicator, preconditioner._scaling.reduces
+        if runtime.ranks > 1 and (reduces or any(map(is_sharded, parameters))):
+            found = unusable.float()
+            runtime.sum_(found, "counters")
+            unusable = found > 0
+
+        def name_of(place: int) -> str:
+            return self._membership.names.get(id(parameters[place]), f"parameter {place}")
+
+        return preconditioner._failures.count_skipped_step(unusable, name_of)
 
     def _warn_of_missing_curvature(self) -> None:
         """Warn if the optimizer's state was loaded without the preconditioner's."""
@@ -300,6 +340,44 @@ class PreconditionedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"PreconditionedOptimizer({self.optimizer!r})"
+
+
+def unusable_gradients(parameters: Sequence[Tensor]) -> Tensor:
+    """Return for each parameter whether its gradient on this rank is not finite, or its norm is not ``[n]`` (bool)."""
+    unusable = torch.zeros(len(parameters), dtype=torch.bool, device=parameters[0].device)
+    places, gradients = [], []
+    for place, parameter in enumerate(parameters):
+        gradient = None if parameter.grad is None else local(parameter.grad.detach())
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        if gradient is not None and gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        if gradient is not None and gradient.numel():
+            places.append(place)
+            gradients.append(gradient)
+    if gradients:
+        wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+        norms = torch._foreach_norm(gradients, dtype=wide)
+        finite = torch.stack([norm.to(unusable.device) for norm in norms]).isfinite()
+        unusable[tensor_on(unusable.device, places, torch.int64)] = ~finite
+    return unusable
+
+
+def step_unless(skips: Tensor | None, optimizer: Optimizer) -> None:
+    """Step, unless it `skips` this step (bool; None: it does not). The host does not wait for an accelerator."""
+    if skips is not None and on_host(skips):
+        return
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if skips is not None and fused:  # as by torch's GradScaler
+        optimizer.found_inf = skips.float()  # type: ignore[attr-defined]
+    elif skips is not None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is not None:
+                local(parameter.grad).masked_fill_(skips.to(parameter.device), 0)
+    try:
+        optimizer.step()
+    finally:
+        vars(optimizer).pop("found_inf", None)
 
 
 def _group_sizes(state: object) -> list[int] | None:

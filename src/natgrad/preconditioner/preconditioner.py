@@ -25,6 +25,7 @@ from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.communicator import is_lost
 from natgrad.distributed.fsdp import check_layers, extra_passes, is_managed, plain_copy
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
+from natgrad.linalg.device import known_all
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction
 from natgrad.preconditioner.arguments import (
@@ -182,6 +183,7 @@ class Preconditioner:
         self.curvature = resolve_curvature(curvature)
         check_arguments(model, optimizer, {**self._arguments, "curvature": self.curvature})
         self._detached = self._has_stepped = False
+        self._skips: Tensor | None = None  # whether the optimizer skips the next step (bool); None: it does not
         self._consolidated: dict[str, Any] | None = None
         self._expects_auto: bool | None = None
         self.membership = None if optimizer is None else Membership(unwrap(model), optimizer)
@@ -335,7 +337,11 @@ class Preconditioner:
 
         with progress.phase("solve", self._communicator):
             gradients = precondition(
-                self._structure.groups, damping, self._communicator, shared=self._structure.shares_work
+                self._structure.groups,
+                damping,
+                self._communicator,
+                shared=self._structure.shares_work,
+                skips=self._skips,
             )
             if self._structure.shares_work:
                 share(gradients, self._structure.plan, self._communicator, self._failures)
@@ -440,7 +446,7 @@ class Preconditioner:
     def _reduce_gradients(self, count: Count | None) -> float | Tensor:
         """Compare ``.grad`` with what the hooks have seen, and average it over the ranks with ``gradients="reduce"``.
 
-        Before that, determine whether the ``GradScaler`` skips this step, if statistics depend on it.
+        Before that, determine whether the optimizer or the ``GradScaler`` skips this step, if statistics depend on it.
 
         Returns:
             The factor that makes it the gradient of the mean loss.
@@ -450,7 +456,8 @@ class Preconditioner:
             capture.audit.compare(scaling.of_loss, runtime)
             device = next((parameter.device for parameter in structure.root.parameters()), None)
             if device is not None and (scaling.reduces or capture.wanted or capture.rows.wanted):
-                capture.sums.skip_step = scaling.skip_step(runtime, device)
+                known = [flag for flag in (scaling.skip_step(runtime, device), self._skips) if flag is not None]
+                capture.sums.skip_step = torch.stack([flag.to(device) for flag in known]).any() if known else None
             return scaling.of_gradients(
                 structure.root,
                 structure.groups,
@@ -563,7 +570,9 @@ class Preconditioner:
         """Select, gather and invert the rows of this step, and return whether any block was updated."""
         capture, structure = self._capture, self._structure
         skips = capture.sums.skip_step
-        if not (structure.gathered and capture.rows.wanted) or (skips is not None and bool(skips)):
+        if skips is not None and (bool(skips) if self._scaling.skips else known_all(skips)):
+            return False
+        if not (structure.gathered and capture.rows.wanted):
             return False
         capture.finish()
         refresh = RowRefresh(
@@ -766,8 +775,8 @@ class Preconditioner:
         """Return a flat dict of numbers and device tensors. Reading a tensor may synchronize with the device.
 
         Counts since the start: "step", "factor_updates", "inverse_updates", "skipped_factors", "skipped_gradients",
-        "failed_decompositions" and "fallbacks/stale" (docs/trouble.md). Skipped factors and failed decompositions are
-        counted over the layers that this rank keeps, fallbacks over all layers.
+        "skipped_steps", "failed_decompositions" and "fallbacks/stale" (docs/trouble.md). Skipped factors and failed
+        decompositions are counted over the layers that this rank keeps, fallbacks over all layers.
         "plain_layers": layers whose gradients are not preconditioned because of the way they are used.
 
         "seconds/capture", "/reduce", "/renew" and "/solve": host seconds on statistics, their reduction, decompositions

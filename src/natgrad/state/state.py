@@ -22,8 +22,9 @@ FORMAT = 1
 
 Blocks = dict[str, dict[str, Tensor]]
 
-# Counters of earlier versions.
+# Counters of earlier versions, and those that they did not have.
 _REMOVED_COUNTERS = {"bounded_gradients", "fallbacks/diagonal", "fallbacks/grafted"}
+_ADDED_COUNTERS = {"skipped_steps"}
 
 # The entries of a layer that hold flags and counts: `BlockState.good` and `BlockState.failures`. The names here and in
 # `_FIELDS` are those of the format; "early weight" is `BlockState.input_weight`, "watch" the counts of failures.
@@ -133,7 +134,7 @@ def checked(
     for name, least in (("step", 0), ("last_factors", -1), ("last_inverses", -1)):
         check_whole(f"state[{name!r}]", state[name], least)
     for name, counted in counters.items():
-        fits = isinstance(state[name], Mapping) and counted.keys() <= state[name].keys()
+        fits = isinstance(state[name], Mapping) and counted.keys() - _ADDED_COUNTERS <= state[name].keys()
         fits = fits and state[name].keys() <= counted.keys() | _REMOVED_COUNTERS
         fits = fits and all(map(is_whole, state[name].values()))
         require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")

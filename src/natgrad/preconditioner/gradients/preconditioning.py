@@ -31,10 +31,11 @@ _LONG = 8192
 
 
 def precondition(
-    groups: Sequence[BlockGroup], damping: float, runtime: Communicator, *, shared: bool
+    groups: Sequence[BlockGroup], damping: float, runtime: Communicator, *, shared: bool, skips: Tensor | None
 ) -> list[GroupGradients]:
     """Return the gradients of layers, preconditioned where this rank is a worker; if `shared`, of all layers.
 
+    If the optimizer `skips` this step (bool; None: it does not), none is usable, and no state changes.
     Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all groups,
     the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of one group.
     """
@@ -46,8 +47,8 @@ def precondition(
                 with profiled("precondition"):
                     entry.gather(received)
                     add_gradients(entry.group, entry.W, entry.blocks)
-                    entry.V = _solve(entry.group, entry.members, entry.W, damping)
-                    _check(entry)
+                    entry.V = _solve(entry.group, entry.members, entry.W, damping, skips)
+                    _check(entry, skips)
         del received  # before the next ones are collected
     return everything
 
@@ -73,7 +74,9 @@ def dots(X: Tensor, Y: Tensor) -> Tensor:
     return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
 
 
-def _solve(group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping: float) -> Tensor:
+def _solve(
+    group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping: float, skips: Tensor | None
+) -> Tensor:
     """Return the preconditioned gradients of some layers, and update the curvature's state by finite gradients.
 
     W ``[n, o, i]`` is returned unchanged for layers without complete results, unless the curvature does without.
@@ -81,7 +84,8 @@ def _solve(group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping
     ready = group.are_ready(members)
     if len(set(ready)) > 1:
         parts = W.split([member.stop - member.start for member in members])
-        return torch.cat([_solve(group, [member], part, damping) for member, part in zip(members, parts, strict=True)])
+        pairs = zip(members, parts, strict=True)
+        return torch.cat([_solve(group, [member], part, damping, skips) for member, part in pairs])
     has_results = any(ready)
     if not has_results and group.curvature.needs_results:
         return W
@@ -94,7 +98,7 @@ def _solve(group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping
         if group.memory_specs:
             memory = allocate_memory(group)
             state = {spec.name: memory.read(spec.name, index).to(W.dtype) for spec in group.memory_specs}
-            sums = gradient.flatten(1).sum(1)  # finite only if all terms are
+            sums = _unless(skips, gradient.flatten(1).sum(1))  # finite only if all terms are
             all_finite = known_between(sums)
             for name, new in group.curvature.update_state(state, gradient).items():
                 values = new if all_finite else torch.where(along(sums.isfinite(), new.ndim - 1), new, state[name])
@@ -168,7 +172,12 @@ def _gradient_rows(slot: Slot, rows: range) -> Tensor:
 # --- Unusable results -----------------------------------------------------------------------------------------------
 
 
-def _check(entry: GroupGradients) -> None:
+def _unless(skips: Tensor | None, numbers: Tensor) -> Tensor:
+    """Return the numbers ``[n]``, or nan in a step that the optimizer `skips`."""
+    return numbers if skips is None else numbers.masked_fill(skips.to(numbers.device), math.nan)
+
+
+def _check(entry: GroupGradients, skips: Tensor | None) -> None:
     """Set the levels of a group's layers, and ⟨V, W⟩ of each block: nan where V is unusable. W is dropped."""
     group, inner = entry.group, dots(entry.V, entry.W)
     lowest = 0 if group.curvature.positive_definite else -math.inf
@@ -183,7 +192,7 @@ def _check(entry: GroupGradients) -> None:
     group.state.failures.record_unusable(entry.blocks, unusable)
     del entry.W
     ready = zip(entry.members, group.are_ready(entry.members), strict=True)
-    entry.inner, entry.levels = inner, [_level(group, member, is_ready=each) for member, each in ready]
+    entry.inner, entry.levels = _unless(skips, inner), [_level(group, member, is_ready=each) for member, each in ready]
 
 
 def _level(group: BlockGroup, member: LayerBlocks, *, is_ready: bool) -> Level:

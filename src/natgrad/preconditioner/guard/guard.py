@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from natgrad.errors import CurvatureError
+from natgrad.errors import CurvatureError, NatgradWarning
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
 from natgrad.schedule import check_whole
@@ -25,8 +26,11 @@ class Guard:
     float64 too, the last good result is used; a layer without one keeps its gradient. ``Preconditioner.metrics()``
     counts each of these; `limit` failures in a row of one layer raise a `natgrad.CurvatureError`.
 
+    A `natgrad.PreconditionedOptimizer` skips the whole step if any gradient is not finite, on all ranks; `limit` of
+    these steps in a row raise the same error.
+
     Attributes:
-        limit: Failures in a row of one layer that raise an error. None: no limit.
+        limit: Failures in a row of one layer, or skipped steps in a row, that raise an error. None: no limit.
 
     Raises:
         ValueError: if `limit` is below 1.
@@ -38,10 +42,24 @@ class Guard:
         check_whole("limit", self.limit, 1, optional=True)
 
 
-_KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions", "fallbacks/stale")
+_KINDS = ("skipped_factors", "skipped_gradients", "skipped_steps", "failed_decompositions", "fallbacks/stale")
 
 # Kinds of failures that are counted in a row. `_CURVATURE`: the number that the worker of a layer sent.
 _FACTORS, _DECOMPOSITION, _CURVATURE = "factors", "decomposition of ", "curvature"
+
+_ADVICE = "lower the learning rate, raise the damping, or look for the first NaN"
+
+
+@dataclass(frozen=True)
+class _Skips:
+    """The skipped steps in a row, and the place of the first unusable gradient of the latest one; -1: there was none.
+
+    They are tensors on the device of the gradients, or plain numbers if the host knows them.
+    """
+
+    name_of: Callable[[int], str]
+    in_row: int | Tensor = 0
+    latest: int | Tensor = -1
 
 
 class FailureCounters:
@@ -62,6 +80,8 @@ class FailureCounters:
         # Layers, and which were stale in the last step.
         self._stale: dict[int, tuple[list[LayerBlocks], Tensor | list[bool]]] = {}
         self._preconditioned: set[str] = set()
+        self._skips: _Skips | None = None
+        self._has_warned = False
         self._checks = 0
 
     def count_skipped_factors(self, group: BlockGroup, blocks: slice | Tensor, failed: Tensor) -> None:
@@ -79,6 +99,21 @@ class FailureCounters:
         """Count the `blocks` whose decomposition failed."""
         index, failed = torch.tensor(blocks, device="cpu"), ~torch.tensor(success, device="cpu")
         self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", group, index, failed)
+
+    def count_skipped_step(self, unusable: Tensor, name_of: Callable[[int], str]) -> Tensor | None:
+        """Count this step as skipped if any gradient is `unusable` ``[n]`` (bool), and return whether (bool).
+
+        None: the host knows that none is. `name_of` returns the name of a parameter by its place in `unusable`.
+        """
+        if known_all(~unusable):
+            self._skips = None if self._skips is None else replace(self._skips, in_row=0)
+            return None
+        before = self._skips or _Skips(name_of)
+        skips = unusable.any()
+        latest = torch.where(skips, unusable.int().argmax(), before.latest)
+        self._skips = _Skips(name_of, (before.in_row + 1) * skips, latest)
+        self._add("skipped_steps", skips.int())
+        return skips
 
     def record_levels(self, group: BlockGroup, members: list[LayerBlocks], levels: Sequence[int] | Tensor) -> None:
         """Count and record the levels ``[m]`` of some layers of a group in this step."""
@@ -144,6 +179,7 @@ class FailureCounters:
             CurvatureError: naming the layers.
         """
         self._checks += 1
+        self._check_steps()
         if self.guard.limit is None:
             return
         found: dict[str, list[str]] = {}
@@ -162,7 +198,29 @@ class FailureCounters:
                 f"{kind} unusable {self.guard.limit} times in a row in {', '.join(sorted(names))}"
                 for kind, names in sorted(found.items())
             )
-            raise CurvatureError(f"{which}: lower the learning rate, raise the damping, or look for the first NaN")
+            raise CurvatureError(f"{which}: {_ADVICE}")
+
+    def _check_steps(self) -> None:
+        """Warn once of a skipped step, and raise if the guard does not allow as many in a row."""
+        skips = self._skips
+        if skips is None or not isinstance(skips.in_row, Tensor):
+            return
+        if not on_host(skips.in_row) and self._checks % self._PATIENCE:
+            return
+        in_row, latest = int(skips.in_row), int(skips.latest)
+        if latest < 0:
+            return
+        what = f"the gradient of {skips.name_of(latest)} is not finite"
+        if self.guard.limit is not None and in_row >= self.guard.limit:
+            raise CurvatureError(f"{what}, after {in_row} skipped steps in a row: {_ADVICE}")
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"natgrad: {what}: the optimizer has skipped a step, and will skip others like it; "
+                "metrics()['skipped_steps'] counts them",
+                NatgradWarning,
+                stacklevel=5,  # the caller of `step`
+            )
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return the totals of each kind of failure."""
@@ -176,6 +234,7 @@ class FailureCounters:
         """Restore the totals. Failures in a row are counted from zero."""
         self._totals = {kind: int(state.get(kind, 0)) for kind in _KINDS}
         self._streaks.clear()
+        self._skips = None
 
     def forget(self) -> None:
         """Reset the counts of failures in a row, because the groups have changed."""

@@ -16,7 +16,7 @@ from natgrad.state.tensors import along, diagonals
 def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -> list[Tensor]:
     """Update the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
-    Blocks without samples and with non-finite sums stay unchanged. So do all blocks if the GradScaler skips the step.
+    Blocks without samples and with non-finite sums stay unchanged. So do all blocks in a skipped step.
 
     Returns:
         Which blocks were updated, for each group of blocks that arrived (device bools).
