@@ -231,6 +231,7 @@ def test_incomplete_or_misshapen_state_raises_and_changes_nothing():
     bad += [damage(good, (key,), wrong) for key in good for wrong in ("text", {}, [1])]
     bad += [damage(good, (key, "unknown"), 1) for key, value in good.items() if isinstance(value, dict)]
     names = [(key, name) for key, value in good.items() if isinstance(value, dict) for name in value]
+    names.remove(("watch", "skipped_steps"))  # earlier versions did not count these
     bad += [damage(good, path, None) for path in names]
     for path, value in tensors(good).items():
         bad.append(damage(good, path, None))
