@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from PIL import Image
 
 Part = tuple[np.ndarray, np.ndarray]
 
@@ -80,3 +81,40 @@ def idx(folder: Path, kind: str, count: int = 12) -> list[Part]:
             else:
                 (folder / f"{name}-{file}").write_bytes(content)
     return parts
+
+
+def lgg(folder: Path, patients: int = 4, slices: int = 2, size: tuple[int, int] = (32, 32)) -> dict[Path, np.ndarray]:
+    """Write slices of patients, two thirds with a rectangle as the tumour, and return their masks."""
+    generator, masks = np.random.default_rng(0), {}
+    for number in range(patients * slices):
+        patient = f"TCGA_XX_{number // slices:04}_19990101"
+        path = folder / patient / f"{patient}_{number % slices + 1}.tif"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mask = np.zeros(size, dtype=np.uint8)
+        if number % 3:
+            mask[4 + number % 5 : 16, 6:24] = 255
+        pixels = generator.integers(100, size=(*size, 3), dtype=np.uint8) + (mask // 2)[:, :, None]
+        Image.fromarray(pixels).save(path)
+        Image.fromarray(mask).save(path.with_name(f"{path.stem}_mask.tif"))
+        masks[path] = mask
+    return masks
+
+
+def cityscapes(folder: Path, pictures: int = 4, size: tuple[int, int] = (32, 64)) -> dict[Path, np.ndarray]:
+    """Write `pictures` for training and half as many for validation in two cities each, and return their ids.
+
+    The ids of each picture are 0 to 33 in its columns, and its grey values 7 times as large.
+    """
+    found = {}
+    for part, count in (("train", pictures), ("val", pictures // 2)):
+        for number in range(count):
+            city = f"{part}{number % 2}"
+            name = f"{city}/{city}_{number:06}_000019"
+            picture = folder / "leftImg8bit" / part / f"{name}_leftImg8bit.png"
+            mask = folder / "gtFine" / part / f"{name}_gtFine_labelIds.png"
+            ids = np.broadcast_to((np.arange(size[1]) // 2 + number) % 34, size).astype(np.uint8)
+            for path, values in ((picture, np.repeat(7 * ids[:, :, None], 3, 2)), (mask, ids)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(values).save(path)
+            found[picture] = ids
+    return found

@@ -122,5 +122,5 @@ def test_a_wrong_name_or_option_is_named(name: str, options: dict[str, object], 
 
 def test_without_torchvision_imagenet_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    with pytest.raises(NatgradError, match=r"need torchvision, as installed by: pip install 'natgrad\[vision\]'"):
+    with pytest.raises(NatgradError, match=r"needs torchvision, as installed by: pip install 'natgrad\[vision\]'"):
         tasks.get("resnet18-imagenet").model()

@@ -87,6 +87,10 @@ class Task(Facts, ABC):
         """Return the positions that count in the loss of a batch, as for `Preconditioner.step`; here all of them."""
         return None
 
+    def mask(self, targets: Batch) -> Tensor | None:
+        """Return which positions count, as for `Preconditioner.backward` if labels are sampled; here all of them."""
+        return None
+
     @abstractmethod
     def evaluator(self) -> Evaluator:
         """Return a new accumulator of `metric`."""

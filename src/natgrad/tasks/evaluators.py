@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassJaccardIndex
 
 from natgrad.tasks.base import Evaluator
 
@@ -21,6 +21,33 @@ def gather(state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor
 def accuracy(classes: int) -> Evaluator:
     """Return a metric of the share of outputs [B, classes] whose largest logit is that of the target."""
     metric: Evaluator = MulticlassAccuracy(num_classes=classes, average="micro", dist_sync_fn=gather)
+    return metric
+
+
+class _Dice(BinaryF1Score):  # type: ignore[misc]
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add logits [..., 1] and classes [...]."""
+        super().update((outputs[..., 0] > 0).long(), targets)
+
+
+class _MeanIoU(MulticlassJaccardIndex):  # type: ignore[misc]
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add logits [..., classes] and classes [...]."""
+        super().update(outputs.argmax(-1), targets)
+
+
+def dice() -> Evaluator:
+    """Return a metric of Dice's coefficient 2 |A ∩ B| / (|A| + |B|) of the pixels A whose logit is above 0.
+
+    B has those of the foreground. The counts are those of all pictures together.
+    """
+    metric: Evaluator = _Dice(dist_sync_fn=gather)
+    return metric
+
+
+def mean_iou(classes: int, ignored: int) -> Evaluator:
+    """Return a metric of intersection over union, the mean over the classes that occur; one class is ignored."""
+    metric: Evaluator = _MeanIoU(num_classes=classes, ignore_index=ignored, dist_sync_fn=gather)
     return metric
 
 

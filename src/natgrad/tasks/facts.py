@@ -40,15 +40,10 @@ class Facts(ABC):
     A subclass sets the attributes below; its dataclass fields are the task's options, except those in `fixed`.
 
     Attributes:
-        reduction: Whether `loss` averages over samples (`"mean"`) or over all their positions (`"tokens"`). For a
-            loss of several terms both, by patterns of module names; the task has no likelihood then.
-        evaluation_batch: Samples that the model is evaluated on at once.
         fixed: The fields that the task's name decides.
         new_parameters: Patterns of the names of the parameters that a run which starts from another does not take over.
     """
 
-    reduction: ClassVar[Reduction | Mapping[str, Reduction]] = "mean"
-    evaluation_batch: ClassVar[int] = 512
     fixed: ClassVar[tuple[str, ...]] = ()
     new_parameters: ClassVar[tuple[str, ...]] = ()
 
@@ -66,6 +61,14 @@ class Facts(ABC):
     @abstractmethod
     def likelihood(self) -> Literal["categorical", "bernoulli", "gaussian"] | None:
         """The likelihood of the outputs, for the sampled Fisher; None: the outputs have no single one."""
+
+    @property
+    def reduction(self) -> Reduction | Mapping[str, Reduction]:
+        """Whether `loss` averages over samples ("mean") or over all their positions ("tokens").
+
+        For a loss of several terms both, by patterns of module names; the task has no likelihood then.
+        """
+        return "mean"
 
     @property
     @abstractmethod
@@ -91,6 +94,16 @@ class Facts(ABC):
     def least_samples(self) -> int:
         """The fewest samples that the model can be trained with at once."""
         return 1
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Samples that the model is evaluated on at once."""
+        return 512
+
+    @property
+    def sync_norm(self) -> bool:
+        """Whether batch norm layers use the mean and variance of all ranks that average gradients in each step."""
+        return False
 
     def options(self) -> list[str]:
         """Return the names of the task's options."""

@@ -32,7 +32,7 @@ def torchvision(module: str) -> Any:
         return import_module(f"torchvision.{module}")
     except (ImportError, RuntimeError, OSError) as error:  # the last two if it was built for another torch
         raise NatgradError(
-            f"ImageNet's tasks need torchvision, as installed by: pip install 'natgrad[vision]' ({error})"
+            f"this task needs torchvision, as installed by: pip install 'natgrad[vision]' ({error})"
         ) from error
 
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from natgrad import DASO, PreconditionedOptimizer, Preconditioner
 from natgrad.damping import Damping
-from natgrad.errors import ArgumentError
+from natgrad.errors import ArgumentError, require
 from natgrad.tasks import Task
 
 from . import averaging, curvatures, optimizers
@@ -101,6 +101,8 @@ def rehearse(job: Job) -> None:
         ValueError: A setting is not allowed, or the machine lacks a device.
     """
     check_devices(job.device, job.workers)
+    fits = uses_gpu(job.device) or not job.build_task().sync_norm
+    require(fits, "task option sync_norm", True, "False on a CPU: torch's SyncBatchNorm trains on GPUs only")
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     if job.optimizer == "naturalmuon":  # these name layers of the task's model
         options = {name: value for name, value in job.options.items() if name not in ("heads", "adamw", "groups")}

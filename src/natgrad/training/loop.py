@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
@@ -128,6 +128,8 @@ class Training:
             load_weights(self.model, job.start_from, self.task.new_parameters)
         mesh = node_mesh(world.device, job.nodes or 1, world.size) if job.averaging != "none" else None
         group = mesh.get_group("local") if mesh is not None else None
+        if self.task.sync_norm:
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, group)
         self._replica = DistributedDataParallel(self.model, process_group=group) if world.size > 1 else self.model
         self.optimizer, self.preconditioner = build_optimizer(job, self.task, self._replica)
         self.scheduler = build_scheduler(job, self.optimizer)
@@ -353,7 +355,7 @@ class Training:
                     outputs = self._replica(part)
                     loss = self.task.loss(outputs, labels) / count
                     if self.preconditioner is not None:
-                        self.preconditioner.backward(loss, outputs)
+                        self.preconditioner.backward(loss, outputs, self.task.mask(labels))
                     else:
                         loss.backward()
                 total += loss.detach()
@@ -361,7 +363,9 @@ class Training:
                 self.averager.average_gradients()
             self._additions.change_gradients()
             if self.preconditioner is not None:
-                self.preconditioner.step(self.task.count(targets))
+                # Natural Muon's update does not depend on the reduction, and its preconditioner takes no count.
+                counts = self.job.curvature != "none"
+                self.preconditioner.step(self.task.count(targets) if counts else None)
             return total
 
         loss: Tensor

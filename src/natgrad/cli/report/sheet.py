@@ -54,11 +54,14 @@ def application_sheet(application: type[Application]) -> Sheet:
         (name, f"data: {each.title}, --data DIR with {each.layout}; without: {each.embedded}")
         for name, each in application.sources.items()
     ]
-    example = application.all()[0]
+    every = application.all()
+    example = every[0]
+    metrics = " or ".join(dict.fromkeys(task.metric.name for task in every))
+    batches = " or ".join(dict.fromkeys(str(task.batch_size) for task in every))
     options = ", ".join(f"{name}={getattr(example, name)}" for name in example.options() if name != "data")
     return Sheet(
         title=f"{application.title}: MODEL-DATA, such as {example.name}",
-        headings=("MODEL or DATA", f"{example.metric.name}; batch {example.batch_size}; options: {options}"),
+        headings=("MODEL or DATA", f"{metrics}; batch {batches}; options: {options}"),
         rows=[*models, *sources],
         prose=True,
     )

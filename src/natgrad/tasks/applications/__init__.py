@@ -7,8 +7,18 @@ folder are embedded data of the same kind. The data and model of an application 
 
 from natgrad.tasks.applications.base import Application, Architecture, FileApplication, Source
 from natgrad.tasks.applications.classification import Classification, ImageNet
+from natgrad.tasks.applications.segmentation import Segmentation
 
-__all__ = ["APPLICATIONS", "Application", "Architecture", "Classification", "FileApplication", "ImageNet", "Source"]
+__all__ = [
+    "APPLICATIONS",
+    "Application",
+    "Architecture",
+    "Classification",
+    "FileApplication",
+    "ImageNet",
+    "Segmentation",
+    "Source",
+]
 
-APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet)
+APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet, Segmentation)
 """The applications, each with all its models on all its data sets."""
