@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from natgrad.distributed import Communicator, Work, narrower
 from natgrad.linalg import tensor_on
-from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import at_least_float32
 from natgrad.refresh.rule import SIDES, Side
 from natgrad.specs import Statistic
@@ -325,7 +324,7 @@ class StatisticsBuffer:
                 destination = None if assignment.sums == "all" else assignment.workers
                 key: object = (group.dtype, group.device, assignment.sums, destination)
             else:
-                key = name if on_host(group.device) else id(group)
+                key = id(group)
             buckets.setdefault(key, []).append((group, member, statistics))
         return [Bucket(layers) for layers in buckets.values()]
 
