@@ -28,3 +28,32 @@ def test_metrics_are_those_of_all_ranks(ranks: Ranks, name: str, parts: tuple[in
     whole = metric(0, name, [outputs], [targets])
     shared = ranks.run(len(parts), metric_of_own_part, name, outputs.split(parts), targets.split(parts))
     assert shared == [pytest.approx(whole, rel=1e-5)] * len(parts)
+
+
+def precision_of_own_part(
+    outputs: list[dict[str, Tensor]], targets: list[dict[str, Tensor]], sizes: list[int]
+) -> float:
+    start = sum(sizes[: torch.distributed.get_rank()])
+    own = slice(start, start + sizes[torch.distributed.get_rank()])
+    evaluator = tasks.get("maskrcnn-coco", measure="segm").evaluator()
+    evaluator.update(outputs[own], targets[own])
+    first = evaluator.compute().item()
+    assert evaluator.compute().item() == first
+    return first
+
+
+def test_the_mean_precision_is_that_of_the_pictures_of_all_ranks(ranks: Ranks) -> None:
+    pytest.importorskip("torchvision")
+    pytest.importorskip("pycocotools")
+    _, test = tasks.get("maskrcnn-coco").datasets()
+    _, targets = test[:9]
+    outputs = [
+        {**each, "scores": torch.rand(len(each["labels"])), "masks": each["masks"].roll(number % 4, 2) > 0}
+        for number, each in enumerate(targets)
+    ]
+    evaluator = tasks.get("maskrcnn-coco", measure="segm").evaluator()
+    evaluator.update(outputs, targets)
+    whole = evaluator.compute().item()
+    assert 0 < whole < 1
+    shared = ranks.run(2, precision_of_own_part, outputs, targets, [6, 3])
+    assert shared == [pytest.approx(whole)] * 2

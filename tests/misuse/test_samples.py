@@ -60,6 +60,25 @@ def test_targets_tell_that_a_list_holds_samples():
     dense.assert_equal(natural(Detector(), own, targets, of=lambda losses: losses["loss"] / 2), expected)
 
 
+class Called(nn.Module):
+    """The same, called with one tuple of images and targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.detector = Detector()
+
+    def forward(self, both):
+        return self.detector(*both)
+
+
+def test_targets_beside_a_list_in_a_tuple_tell_so_too():
+    own = images()
+    targets = [{"boxes": torch.zeros(1, 4)} for _ in own]
+    expected = natural(Detector(), own, targets, of=lambda losses: losses["loss"] / 2)
+    actual = natural(Called(), (own, targets), of=lambda losses: losses["loss"] / 2)
+    dense.assert_equal({f"detector.{name}": value for name, value in expected.items()}, actual)
+
+
 class Two(nn.Module):
     """Two inputs of one batch, in a list."""
 

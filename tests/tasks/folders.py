@@ -1,6 +1,7 @@
 """Tiny data sets in the layouts in which the real ones are distributed."""
 
 import gzip
+import json
 import pickle
 import struct
 from pathlib import Path
@@ -118,3 +119,46 @@ def cityscapes(folder: Path, pictures: int = 4, size: tuple[int, int] = (32, 64)
                 Image.fromarray(values).save(path)
             found[picture] = ids
     return found
+
+
+def coco(folder: Path, count: int = 6) -> dict[str, dict]:
+    """Write `count` pictures for training and half as many for testing, and return the contents of both annotations.
+
+    Picture 0 has no objects, 1 a crowd beside an object, 2 a box without width. Identifiers of categories have gaps.
+    """
+    generator, written = np.random.default_rng(0), {}
+    (folder / "annotations").mkdir(parents=True, exist_ok=True)
+    for part, size in (("train2017", count), ("val2017", count // 2)):
+        (folder / part).mkdir()
+        pictures, objects = [], []
+        for number in range(size):
+            height, width = (int(side) for side in generator.integers(60, 90, 2))
+            pixels = generator.integers(256, size=(height, width, 3), dtype=np.uint8)
+            name = f"{part}-{number}.png"
+            Image.fromarray(pixels).convert("L" if number == 3 else "RGB").save(folder / part / name)
+            pictures.append({"id": 7 + 3 * number, "file_name": name, "height": height, "width": width})
+            for _ in range(min(number, 2)):
+                left, top = (int(side) for side in generator.integers(5, 25, 2))
+                objects.append(square(7 + 3 * number, int(generator.choice([1, 3, 90])), left, top, 30, 20))
+            if number == 1:
+                objects.append(crowd(7 + 3, height, width))
+            if number == 2 and part == "train2017":
+                objects.append({**square(7 + 6, 3, 10, 10, 0, 12), "id": 0})
+        categories = [{"id": identity, "name": str(identity)} for identity in (90, 1, 3)]
+        written[part] = {"images": pictures, "annotations": objects, "categories": categories}
+        (folder / "annotations" / f"instances_{part}.json").write_text(json.dumps(written[part]))
+    return written
+
+
+def square(picture: int, category: int, left: int, top: int, width: int, height: int) -> dict:
+    """Return the annotation of a rectangle."""
+    corners = [left, top, left + width, top, left + width, top + height, left, top + height]
+    box = [left, top, width, height]
+    return {"image_id": picture, "category_id": category, "bbox": box, "iscrowd": 0, "segmentation": [corners]}
+
+
+def crowd(picture: int, height: int, width: int) -> dict:
+    """Return the annotation of a crowd in the first two columns of a picture, in run lengths."""
+    lengths = {"counts": [0, 2 * height, (width - 2) * height], "size": [height, width]}
+    box = [0, 0, 2, height]
+    return {"image_id": picture, "category_id": 3, "bbox": box, "iscrowd": 1, "segmentation": lengths}

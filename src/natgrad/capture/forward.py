@@ -36,7 +36,8 @@ def count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 def _count_list(tensors: list[Tensor], arguments: tuple[Any, ...]) -> int:
     """Return the number of samples in a list of tensors among the arguments."""
     length, batches = len(tensors), {tensor.shape[0] for tensor in tensors}
-    for value in arguments:
+    nested = [part for value in arguments if isinstance(value, tuple) for part in value]
+    for value in (*arguments, *nested):
         if isinstance(value, list) and len(value) == length and all(isinstance(target, dict) for target in value):
             return length
     batch = batches.pop() if len(batches) == 1 else None

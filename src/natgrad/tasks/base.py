@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
@@ -90,6 +91,13 @@ class Task(Facts, ABC):
     def mask(self, targets: Batch) -> Tensor | None:
         """Return which positions count, as for `Preconditioner.backward` if labels are sampled; here all of them."""
         return None
+
+    def count_outputs(self, outputs: Batch) -> Mapping[str, float]:
+        """Return the positions that count in the loss of one backward pass by patterns of layers.
+
+        For a loss of which the model alone knows them; empty here, where `count` does.
+        """
+        return {}
 
     @abstractmethod
     def evaluator(self) -> Evaluator:

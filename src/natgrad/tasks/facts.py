@@ -40,10 +40,12 @@ class Facts(ABC):
     A subclass sets the attributes below; its dataclass fields are the task's options, except those in `fixed`.
 
     Attributes:
+        curvature_layers: Patterns of the names of modules that a curvature is for; empty: all that it supports.
         fixed: The fields that the task's name decides.
         new_parameters: Patterns of the names of the parameters that a run which starts from another does not take over.
     """
 
+    curvature_layers: ClassVar[tuple[str, ...]] = ()
     fixed: ClassVar[tuple[str, ...]] = ()
     new_parameters: ClassVar[tuple[str, ...]] = ()
 

@@ -54,6 +54,8 @@ def _preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer
     curvature: Any = curvatures.build(job.curvature, options, fisher=job.fisher, likelihood=task.likelihood)
     if job.recipe != "none":
         curvature = job.large_batch().build_curvature(curvature)
+    if task.curvature_layers:
+        curvature = dict.fromkeys(task.curvature_layers, curvature)
     return Preconditioner(
         model,
         curvature,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from natgrad.capture.counts import Count
 from natgrad.errors import DivergedError, require
 from natgrad.tasks.applications import Application
 from natgrad.tasks.base import DataError, Samples
@@ -132,6 +135,8 @@ class Training:
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, group)
         self._replica = DistributedDataParallel(self.model, process_group=group) if world.size > 1 else self.model
         self.optimizer, self.preconditioner = build_optimizer(job, self.task, self._replica)
+        explained = self.preconditioner.explain().rows if self.preconditioner is not None else ()
+        self._covered = [row.parameter.rpartition(".")[0] for row in explained if row.curvature]  # names of layers
         self.scheduler = build_scheduler(job, self.optimizer)
         self._additions = additions(job, self.model, world.rank)
         self.averager = build_averager(
@@ -346,9 +351,11 @@ class Training:
         inputs, targets = self._additions.augment(inputs, targets)
         count = min(self.job.accumulate, size(inputs))
         parts = list(zip(split(inputs, count), split(targets, count), strict=True))
+        seen: Counter[str] = Counter()
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
+            seen.clear()
             total = torch.zeros((), device=self.world.device)
             for number, (part, labels) in enumerate(parts, 1):
                 with self._without_reduction() if number < count else nullcontext():
@@ -359,13 +366,12 @@ class Training:
                     else:
                         loss.backward()
                 total += loss.detach()
+                seen.update(self.task.count_outputs(outputs))
             if self.averager is not None:
                 self.averager.average_gradients()
             self._additions.change_gradients()
             if self.preconditioner is not None:
-                # Natural Muon's update does not depend on the reduction, and its preconditioner takes no count.
-                counts = self.job.curvature != "none"
-                self.preconditioner.step(self.task.count(targets) if counts else None)
+                self.preconditioner.step(self._count(targets, seen))
             return total
 
         loss: Tensor
@@ -377,6 +383,16 @@ class Training:
         self._additions.change_weights()
         self.scheduler.step()
         return loss.detach()
+
+    def _count(self, targets: Batch, seen: Mapping[str, float]) -> Count | None:
+        """Return the positions that counted in the loss of a step, of layers that have a curvature."""
+        # Natural Muon's update does not depend on the reduction, and its preconditioner takes no count.
+        if self.job.curvature == "none":
+            return None
+        count = seen or self.task.count(targets)
+        if not isinstance(count, Mapping):
+            return count
+        return {pattern: number for pattern, number in count.items() if fnmatch.filter(self._covered, pattern)}
 
     def _without_reduction(self) -> Any:
         replica = self._replica

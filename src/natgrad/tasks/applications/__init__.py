@@ -7,6 +7,7 @@ folder are embedded data of the same kind. The data and model of an application 
 
 from natgrad.tasks.applications.base import Application, Architecture, FileApplication, Source
 from natgrad.tasks.applications.classification import Classification, ImageNet
+from natgrad.tasks.applications.detection import Detection
 from natgrad.tasks.applications.segmentation import Segmentation
 
 __all__ = [
@@ -14,11 +15,12 @@ __all__ = [
     "Application",
     "Architecture",
     "Classification",
+    "Detection",
     "FileApplication",
     "ImageNet",
     "Segmentation",
     "Source",
 ]
 
-APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet, Segmentation)
+APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet, Segmentation, Detection)
 """The applications, each with all its models on all its data sets."""
