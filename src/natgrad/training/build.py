@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +23,16 @@ from .job import Job
 from .world import check_devices, uses_gpu
 
 
-def build_optimizer(job: Job, task: Task, model: nn.Module) -> tuple[Optimizer, Preconditioner | None]:
+def build_optimizer(
+    job: Job, task: Task, model: nn.Module, *, layers: Sequence[str] = ()
+) -> tuple[Optimizer, Preconditioner | None]:
     """Return the job's optimizer and preconditioner (None in a first-order run).
 
     Args:
         job: The job.
         task: Its task.
         model: The model, with its wrapper.
+        layers: Patterns of the names of modules that the curvature is for; empty: all that it supports.
 
     Raises:
         ValueError: A setting is not allowed.
@@ -37,7 +41,7 @@ def build_optimizer(job: Job, task: Task, model: nn.Module) -> tuple[Optimizer, 
     optimizer = optimizers.build(job.optimizer, model, learning_rate, job.options)
     if isinstance(optimizer, PreconditionedOptimizer):  # natural Muon: the loop calls `step` of both parts
         return optimizer.optimizer, optimizer.preconditioner
-    return optimizer, _preconditioner(job, task, model, optimizer)
+    return optimizer, _preconditioner(job, task, model, optimizer, layers)
 
 
 def build_scheduler(job: Job, optimizer: Optimizer) -> LRScheduler:
@@ -47,15 +51,17 @@ def build_scheduler(job: Job, optimizer: Optimizer) -> LRScheduler:
     return optimizers.schedule(optimizer, job.schedule, warmup=job.warmup, steps=job.total_steps)
 
 
-def _preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer) -> Preconditioner | None:
+def _preconditioner(
+    job: Job, task: Task, model: nn.Module, optimizer: Optimizer, layers: Sequence[str]
+) -> Preconditioner | None:
     if job.curvature == "none":
         return None
     options = job.all_curvature_options
     curvature: Any = curvatures.build(job.curvature, options, fisher=job.fisher, likelihood=task.likelihood)
     if job.recipe != "none":
         curvature = job.large_batch().build_curvature(curvature)
-    if task.curvature_layers:
-        curvature = dict.fromkeys(task.curvature_layers, curvature)
+    if layers:
+        curvature = dict.fromkeys(layers, curvature)
     return Preconditioner(
         model,
         curvature,

@@ -134,7 +134,9 @@ class Training:
         if self.task.sync_norm:
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, group)
         self._replica = DistributedDataParallel(self.model, process_group=group) if world.size > 1 else self.model
-        self.optimizer, self.preconditioner = build_optimizer(job, self.task, self._replica)
+        self.optimizer, self.preconditioner = build_optimizer(
+            job, self.task, self._replica, layers=self.task.curvature_layers
+        )
         explained = self.preconditioner.explain().rows if self.preconditioner is not None else ()
         self._covered = [row.parameter.rpartition(".")[0] for row in explained if row.curvature]  # names of layers
         self.scheduler = build_scheduler(job, self.optimizer)
