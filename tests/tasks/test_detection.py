@@ -192,10 +192,12 @@ def test_a_crowd_is_not_missed():
     assert metric.compute() == pytest.approx(1)
 
 
-def test_without_torchvision_the_task_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision.models.detection", None)
-    with pytest.raises(natgrad.NatgradError, match=r"the tasks on COCO need torchvision, as installed by: pip install"):
-        TASK.model()
+@pytest.mark.parametrize("module", ["torchvision.models.detection", "pycocotools.mask"])
+def test_without_a_package_the_task_says_what_to_install(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    name = module.partition(".")[0]
+    with pytest.raises(natgrad.NatgradError, match=rf"needs {name}, as installed by: pip install 'natgrad\[vision\]'"):
+        (TASK.load if name == "pycocotools" else TASK.model)()
 
 
 def options(**values):

@@ -14,18 +14,17 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
+from torchmetrics.detection import MeanAveragePrecision
 
 from natgrad.errors import require
 from natgrad.tasks import applications
 from natgrad.tasks.base import DataError, Evaluator, Samples, Task
-from natgrad.tasks.extras import module
+from natgrad.tasks.imagenet import torchvision
 from natgrad.tasks.layouts import coco
 from natgrad.tasks.scenes import CLASSES, Scenes, scenes
 
 # The embedded scenes; a quarter as many for testing.
 _SCENES, _SIDE = 512, 96
-
-_USER = "the tasks on COCO"  # needs extras
 
 Objects = dict[str, Tensor]
 """The n objects of a picture: boxes [n, 4], labels [n], masks [n, H, W], and whether each is a crowd, iscrowd [n]."""
@@ -198,8 +197,6 @@ class MeanPrecision:
     """
 
     def __init__(self, measure: str) -> None:
-        self._kind = module("torchmetrics.detection", _USER).MeanAveragePrecision
-        module("pycocotools.mask", _USER)
         self._measure = measure
         self.reset()
 
@@ -220,7 +217,7 @@ class MeanPrecision:
 
     def reset(self) -> None:
         """Forget all batches."""
-        self._metric = self._kind(iou_type=self._measure, backend="pycocotools", sync_on_compute=False)
+        self._metric = MeanAveragePrecision(iou_type=self._measure, backend="pycocotools", sync_on_compute=False)
 
     @staticmethod
     def _value(metric: Any) -> Tensor:
@@ -234,13 +231,13 @@ class Detection(applications.Detection, Task):
 
     def load(self) -> tuple[Samples, Samples]:
         """Return pictures with their objects; crowds are in the test set only."""
+        coco.library()  # the metric needs it too
         if self.data is None:
             train, test = scenes(_SCENES, side=_SIDE)
             return (
                 Pictures(source=Drawn(train), classes=CLASSES, has_crowds=False),
                 Pictures(source=Drawn(test), classes=CLASSES, has_crowds=True),
             )
-        module("pycocotools.mask", _USER)
         found = coco.read(Path(self.data))
         classes = 1 + len(found[0].categories)
         read, tested = (Photographs(part.pictures) for part in found)
@@ -272,15 +269,10 @@ class Detection(applications.Detection, Task):
         return MeanPrecision(self.measure)
 
 
-def _torchvision(name: str) -> Any:
-    """Return a module of torchvision."""
-    return module(f"torchvision.{name}", _USER)
-
-
 def _mask_rcnn(classes: int, backbone: str | None) -> nn.Module:
     """Return torchvision's Mask R-CNN of a ResNet-50, of which a given backbone is trained from its second layer on."""
-    detection = _torchvision("models.detection")
-    build = _torchvision("models.detection.backbone_utils").resnet_fpn_backbone
+    detection = torchvision("models.detection")
+    build = torchvision("models.detection.backbone_utils").resnet_fpn_backbone
     if backbone is None:
         trunk = build(backbone_name="resnet50", weights=None, norm_layer=nn.BatchNorm2d, trainable_layers=5)
     else:
@@ -309,12 +301,12 @@ def _weights(path: str, body: nn.Module) -> dict[str, Tensor]:
 
 def _small(classes: int) -> nn.Module:
     """Return a Mask R-CNN of the same parts for scenes: a residual trunk of ten layers, heads of 32 channels."""
-    resnet = _torchvision("models.resnet")
-    detection = _torchvision("models.detection")
-    mask = _torchvision("models.detection.mask_rcnn")
-    faster = _torchvision("models.detection.faster_rcnn")
-    anchors = _torchvision("models.detection.rpn").AnchorGenerator
-    fpn = _torchvision("models.detection.backbone_utils").BackboneWithFPN
+    resnet = torchvision("models.resnet")
+    detection = torchvision("models.detection")
+    mask = torchvision("models.detection.mask_rcnn")
+    faster = torchvision("models.detection.faster_rcnn")
+    anchors = torchvision("models.detection.rpn").AnchorGenerator
+    fpn = torchvision("models.detection.backbone_utils").BackboneWithFPN
     trunk = fpn(
         resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1]),
         {f"layer{number}": str(number - 1) for number in range(1, 5)},

@@ -6,13 +6,14 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from natgrad.errors import NatgradWarning, require
+from natgrad.errors import NatgradError, NatgradWarning, require
 from natgrad.tasks.base import DataError
 
 PARTS = ("train2017", "val2017")
@@ -161,14 +162,27 @@ def _box(path: Path, number: int, values: list[Any], picture: Picture) -> tuple[
     return max(left, 0.0), max(top, 0.0), right, bottom
 
 
+def library() -> Any:
+    """Return the module of pycocotools for masks.
+
+    Raises:
+        NatgradError: It is not installed.
+    """
+    try:
+        return import_module("pycocotools.mask")
+    except ImportError as error:
+        raise NatgradError(
+            f"this task needs pycocotools, as installed by: pip install 'natgrad[vision]' ({error})"
+        ) from error
+
+
 def masks(picture: Picture) -> np.ndarray:
     """Return the mask of each object, numpy uint8 [n, height, width].
 
     Raises:
         DataError: An outline is neither polygons nor run lengths of the picture.
     """
-    from pycocotools import mask  # noqa: PLC0415  # of the extra `vision`
-
+    mask = library()
     decoded = np.zeros((len(picture.instances), picture.height, picture.width), np.uint8)
     for index, instance in enumerate(picture.instances):
         outline: Any = instance.outline
