@@ -31,6 +31,22 @@ def test_what_needs_no_torch_does_without(arguments):
     assert done.returncode == 0, done.stderr
 
 
+_WITHOUT = """
+import sys
+from importlib.util import find_spec
+sys.path = [path for path in sys.path if not path.endswith("/torchvision")]
+if find_spec("torchvision") is None:
+    sys.modules["pycocotools"] = None
+    import natgrad.training.preload
+"""
+
+
+def test_every_task_is_imported_without_torchvision():
+    command = [sys.executable, "-c", _WITHOUT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_public_name_is_there_and_known_to_type_checkers():
     tree = ast.parse(Path(natgrad.__file__).read_text())
     typed = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
-from torchmetrics.detection import MeanAveragePrecision
 
 from natgrad.errors import require
 from natgrad.tasks import applications
@@ -217,7 +217,9 @@ class MeanPrecision:
 
     def reset(self) -> None:
         """Forget all batches."""
-        self._metric = MeanAveragePrecision(iou_type=self._measure, backend="pycocotools", sync_on_compute=False)
+        torchvision("ops")  # without it torchmetrics lacks the class
+        kind: Any = import_module("torchmetrics.detection").MeanAveragePrecision
+        self._metric = kind(iou_type=self._measure, backend="pycocotools", sync_on_compute=False)
 
     @staticmethod
     def _value(metric: Any) -> Tensor:
