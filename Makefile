@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 # Apart from the others, for the tests alone: torchmetrics imports torchvision where it finds it, and the one built for torch with CUDA
 # fails beside torch without (tests/site/torchvision_finder.py).
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/torchvision --upgrade torchvision
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/torchvision --upgrade torchvision timm
 	@touch $@
 
 DEMO := --set text.sequences=1472 --set text.context=64 --set text.width=64 --set glyphs.images=1024 --batch-size 64 --epochs 7

@@ -49,6 +49,18 @@ def test_labels_say_which_character_is_drawn() -> None:
     torch.testing.assert_close(coverage, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.usefixtures("upright")
+@pytest.mark.parametrize("side", [64, 224])
+def test_labels_say_which_character_is_drawn_in_larger_images(side: int) -> None:
+    black = torch.zeros(1, 3, side, side)
+    images, labels = glyphs.render(("DejaVuSans-Bold",), black, 60, Generator().manual_seed(0), side)
+    assert images.shape == (60, 3, side, side)
+    ink = functional.adaptive_avg_pool2d(images.amax(dim=1) / images.amax(dim=(1, 2, 3))[:, None, None], 64)
+    shapes = glyphs.stencils(("DejaVuSans-Bold",))[0]
+    distances = torch.cdist(ink.flatten(1), shapes.flatten(1))
+    assert torch.equal(distances.argmin(1), labels)
+
+
 @pytest.mark.parametrize(
     ("constant", "value", "area"), [("SCALE", (0.8, 0.8), 0.64), ("TILT", 0.5, 1), ("SHIFT", 0.2, 1)]
 )
@@ -56,9 +68,9 @@ def test_placement_scales_tilts_and_shifts(
     upright: pytest.MonkeyPatch, constant: str, value: object, area: float
 ) -> None:
     shapes = glyphs.stencils(("DejaVuSans",))[0]
-    before = glyphs._place(shapes, Generator().manual_seed(0))
+    before = glyphs._place(shapes, glyphs.IMAGE, Generator().manual_seed(0))
     upright.setattr(glyphs, constant, value)
-    after = glyphs._place(shapes, Generator().manual_seed(0))
+    after = glyphs._place(shapes, glyphs.IMAGE, Generator().manual_seed(0))
     torch.testing.assert_close(after.sum(dim=(1, 2)), area * before.sum(dim=(1, 2)), rtol=0.02, atol=0)
 
     def centre(images: Tensor) -> Tensor:

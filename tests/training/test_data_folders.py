@@ -47,7 +47,7 @@ def test_an_interrupted_run_equals_a_whole_one(tmp_path):
     assert first.run().status == "stopped"
     assert first.position.step == 8
     second = Training(job, ALONE, observer=Silent(), stop=lambda: False)
-    second.load_state_dict(states[0])
+    second.load_state_dict(states[-1])
     result = second.run()
     assert torch.equal(parameters(second), parameters(whole))
     assert [(point.step, point.loss, point.metric) for point in result.points] == [
@@ -81,6 +81,7 @@ def test_the_command_says_what_it_reads_and_names_what_is_wrong_before_it_writes
     for arguments, named in (
         (("3c1f-mnist", "--data", "data"), "t10k-images-idx3-ubyte is missing"),
         (("3c1f-mnist", "--data", "nowhere"), f"--data='{tmp_path / 'nowhere'}'"),
+        (("3c1f-mnist", "--data", ""), "--data='' is not allowed"),
         (("digits", "--data", "data"), "--data must be left out for digits"),
         (("3c1f-mnist", "--set", "data=data"), "--set='data'"),
     ):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .flags import absolute
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -32,7 +34,7 @@ _ENDS = {"finished": "finished", "stopped": "was stopped", "diverged": "diverged
 def analyze(
     task: Annotated[str, typer.Argument(help="One of `natgrad tasks`.")],
     data: Annotated[
-        Path | None, typer.Option(help="Folder of the data set, for MODEL-DATA; left out: embedded data.")
+        str | None, typer.Option(metavar="DIR", help="Folder of the data set, for MODEL-DATA; left out: embedded data.")
     ] = None,
     figure: Annotated[
         str, typer.Option(help="Some of rank, error, norms, drift, spectra.", rich_help_panel=_MEASURES)
@@ -129,7 +131,7 @@ def analyze(
         optimizer,
         {
             "task_options": parse(set_ or (), "--set"),
-            "data": None if data is None else str(data.absolute()),
+            "data": absolute(data),
             "options": None if option is None else parse(option),
             "learning_rate": lr,
             "schedule": schedule,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .flags import absolute
+
 if TYPE_CHECKING:
     from natgrad.training.compare import Comparison, TaskComparison
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 def compare(
     task: Annotated[list[str], typer.Argument(help="Some of `natgrad tasks`.")],
     data: Annotated[
-        Path | None, typer.Option(help="Folder of the data set of all tasks; left out: embedded data.")
+        str | None, typer.Option(metavar="DIR", help="Folder of the data set of all tasks; left out: embedded data.")
     ] = None,
     optimizers: Annotated[
         str, typer.Option(help="Contenders, separated by commas; any optimizer of torch.optim too.")
@@ -56,7 +58,7 @@ def compare(
     comparison = Comparison(
         task_names=tuple(task),
         task_options=_task_options(set_ or ()),
-        data=None if data is None else str(data.absolute()),
+        data=absolute(data),
         optimizers=tuple(name.strip() for name in optimizers.split(",")),
         seeds=seeds,
         first_seed=first_seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from natgrad.errors import ArgumentError
@@ -34,6 +35,11 @@ OWN_FLAGS = {
     ),
     "curvature option": ("form", "sharing"),
 }
+
+
+def absolute(path: str | Path | None) -> str | None:
+    """Return a path that is found again if a run is resumed in another folder; an empty string as it is."""
+    return path if path in (None, "") else str(Path(path).absolute())
 
 
 def in_flags(error: Exception, command: Any) -> Exception:

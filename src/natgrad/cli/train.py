@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .flags import OWN_FLAGS
+from .flags import OWN_FLAGS, absolute
 
 if TYPE_CHECKING:
     from natgrad.training.job import Job
@@ -54,7 +54,7 @@ def train(
     ctx: typer.Context,
     task: Annotated[str | None, typer.Argument(help="One of `natgrad tasks`.", show_default=False)] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of the data set, for MODEL-DATA; left out: embedded data.")
+        str | None, typer.Option(metavar="DIR", help="Folder of the data set, for MODEL-DATA; left out: embedded data.")
     ] = None,
     recipe: Annotated[str, typer.Option(help="large-batch: all of Osawa 2019 at once, for images.")] = "none",
     optimizer: Annotated[
@@ -169,8 +169,8 @@ def train(
         values: dict[str, Any] = {
             "task": task,
             "task_options": parse(set_ or (), "--set"),
-            "data": _absolute(data),
-            "start_from": _absolute(start_from),
+            "data": absolute(data),
+            "start_from": absolute(start_from),
             "recipe": recipe,
             "optimizer": optimizer,
             "options": parse(option or ()),
@@ -246,7 +246,7 @@ def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
     if "target" in given:
         job = replace(job, target=ctx.params["target"])
     if "data" in given:
-        job = replace(job, data=_absolute(ctx.params["data"]))
+        job = replace(job, data=absolute(ctx.params["data"]))
     workers = _ranks(ctx.params["workers"] if "workers" in given else job.workers)
     size = job.workers // (job.nodes or job.workers)
     if job.nodes is not None and size > 0 and workers % size == 0:  # nodes keep their number of ranks
@@ -254,7 +254,7 @@ def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
     return replace(job, workers=workers)
 
 
-def _source(task: str | None, data: Path | None) -> str:
+def _source(task: str | None, data: str | None) -> str:
     """Return where the data of an application come from, as text; empty for the other tasks."""
     from natgrad import tasks
     from natgrad.tasks.applications import Application
@@ -263,11 +263,6 @@ def _source(task: str | None, data: Path | None) -> str:
     if not isinstance(facts, Application):
         return ""
     return f" on {facts.data_set.title}, without --data" if data is None else f" on {data}"
-
-
-def _absolute(path: Path | None) -> str | None:
-    """Return a path that is found again if the run is resumed in another folder."""
-    return None if path is None else str(path.absolute())
 
 
 def _given(ctx: typer.Context) -> list[str]:

@@ -76,6 +76,10 @@ class Task(Facts, ABC):
         """Return the training set for an epoch, changed at random by seed, epoch and sample; here unchanged."""
         return train
 
+    def unreadable(self) -> list[str]:
+        """Return the names of the samples that this process and its readers could not read; here none."""
+        return []
+
     @abstractmethod
     def model(self) -> nn.Module:
         """Build the model, which is called with a batch of inputs, with parameters from torch's global generator."""

@@ -32,8 +32,9 @@ _READERS: dict[str, Callable[[str, Path], tuple[Part, Part]]] = {
 }
 
 
-def _embedded_glyphs() -> tuple[Part, Part]:
-    (train, train_labels), (test, test_labels) = glyphs.pictures(_GLYPHS, seed=0)
+def embedded_glyphs(count: int = _GLYPHS, side: int = glyphs.IMAGE) -> tuple[Part, Part]:
+    """Return `count` embedded glyphs of a size for training and a quarter as many for testing."""
+    (train, train_labels), (test, test_labels) = glyphs.pictures(count, seed=0, side=side)
     return (_bytes(train), train_labels), (_bytes(test), test_labels)
 
 
@@ -42,7 +43,7 @@ def _embedded_digits() -> tuple[Part, Part]:
     return (_bytes(train[:, None]), train_labels), (_bytes(test[:, None]), test_labels)
 
 
-_EMBEDDED: dict[str, Callable[[], tuple[Part, Part]]] = {"glyphs": _embedded_glyphs, "digits": _embedded_digits}
+_EMBEDDED: dict[str, Callable[[], tuple[Part, Part]]] = {"glyphs": embedded_glyphs, "digits": _embedded_digits}
 
 
 def _bytes(images: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class Classification(applications.Classification, Task):
             train, test = _READERS[self.source](self.source, Path(self.data))
             mean, deviation = source.mean, source.deviation
         else:
-            train, test = _EMBEDDED[self.sources[self.source].embedded]()
+            train, test = self.embedded_images()
             spread, middle = torch.std_mean(train[0] / 255, dim=(0, 2, 3))
             mean, deviation = tuple(middle.tolist()), tuple(spread.tolist())
         (pixels, labels), (test_pixels, test_labels) = train, test
@@ -75,6 +76,10 @@ class Classification(applications.Classification, Task):
             ),
             Images(pixels=test_pixels, labels=test_labels, mean=mean, deviation=deviation),
         )
+
+    def embedded_images(self) -> tuple[Part, Part]:
+        """Return the embedded images for training and testing."""
+        return _EMBEDDED[self.sources[self.source].embedded]()
 
     def augmented(self, train: Any, *, seed: int, epoch: int) -> Samples:
         """Return training images that are shifted, and mirrored where the data set allows, unless switched off."""

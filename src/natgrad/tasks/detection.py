@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from natgrad.errors import require
 from natgrad.tasks import applications
 from natgrad.tasks.base import DataError, Evaluator, Samples, Task
-from natgrad.tasks.imagenet import torchvision
 from natgrad.tasks.layouts import coco
 from natgrad.tasks.scenes import CLASSES, Scenes, scenes
+from natgrad.tasks.vision import torchvision
 
 # The embedded scenes; a quarter as many for testing.
 _SCENES, _SIDE = 512, 96

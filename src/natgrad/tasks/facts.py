@@ -103,6 +103,11 @@ class Facts(ABC):
         return 512
 
     @property
+    def kfac_form(self) -> Literal["inverse"] | None:
+        """The form of K-FAC for `natgrad train` where none is given; None: the curvature's default."""
+        return None
+
+    @property
     def sync_norm(self) -> bool:
         """Whether batch norm layers use the mean and variance of all ranks that average gradients in each step."""
         return False

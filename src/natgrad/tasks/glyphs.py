@@ -34,13 +34,13 @@ TRAIN_FONTS = (
 TEST_FONTS = ("DejaVuSans-Bold", "DejaVuSansMono-Oblique", "DejaVuSerif-Bold", "STIXGeneralBolIta", "cmss10")
 TRAIN_COLUMNS = 480  # of the photographs' 640; the others are backgrounds of the test set
 
-IMAGE, STENCIL, FONT = 32, 64, 48  # pixels: an image's side, a stencil's side, an em of the letter in the stencil
+IMAGE, STENCIL, FONT = 32, 64, 48  # pixels: an image's usual side, a stencil's side, an em of the letter in the stencil
 SCALE = (0.8, 1.3)  # of a stencil, whose side is an image's at scale 1
 SHIFT = 0.25  # of half an image's side, either way
 TILT = math.radians(20)  # either way
 CONTRAST = 0.35  # least distance between the luma of the ink and the mean luma behind it
 LUMA = torch.tensor((0.299, 0.587, 0.114))  # of red, green and blue (ITU-R BT.601)
-CHUNK = 1000  # images rendered at once
+CHUNK = 1000  # images rendered at once, of the usual size
 
 
 @cache
@@ -76,7 +76,9 @@ def photographs() -> tuple[Tensor, Tensor]:
     return train, test
 
 
-def render(fonts: tuple[str, ...], photos: Tensor, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
+def render(
+    fonts: tuple[str, ...], photos: Tensor, count: int, generator: Generator, side: int = IMAGE
+) -> tuple[Tensor, Tensor]:
     """Render characters, each with a random font, place, size, tilt, ink and background.
 
     Args:
@@ -84,17 +86,19 @@ def render(fonts: tuple[str, ...], photos: Tensor, count: int, generator: Genera
         photos: Photographs for the backgrounds [photos, 3, H, W], in [0, 1].
         count: The number of images.
         generator: The random number generator.
+        side: Pixels of a side, at most those of the photographs and 1000.
 
     Returns:
-        Images [count, 3, 32, 32] in [0, 1], and labels [count], indices into `CHARACTERS`.
+        Images [count, 3, side, side] in [0, 1], and labels [count], indices into `CHARACTERS`.
     """
     shapes = stencils(fonts)
     labels = torch.randint(len(CHARACTERS), (count,), generator=generator)
     styles = torch.randint(len(fonts), (count,), generator=generator)
     images = []
-    for style, label in zip(torch.split(styles, CHUNK), torch.split(labels, CHUNK), strict=True):
-        backgrounds = crops(photos, len(label), IMAGE, generator)
-        coverage = _place(shapes[style, label], generator)[:, None]
+    chunk = CHUNK * IMAGE**2 // side**2
+    for style, label in zip(torch.split(styles, chunk), torch.split(labels, chunk), strict=True):
+        backgrounds = crops(photos, len(label), side, generator)
+        coverage = _place(shapes[style, label], side, generator)[:, None]
         ink = inks(backgrounds.mean(dim=(2, 3)) @ LUMA, generator)[:, :, None, None]
         images.append(torch.lerp(backgrounds, ink, coverage))
     return torch.cat(images), labels
@@ -107,12 +111,12 @@ def crops(photos: Tensor, count: int, side: int, generator: Generator) -> Tensor
     return squares[photo, :, row, column]
 
 
-def _place(shapes: Tensor, generator: Generator) -> Tensor:
-    """Tilt, scale and shift stencils [n, 64, 64] into images [n, 32, 32]."""
+def _place(shapes: Tensor, side: int, generator: Generator) -> Tensor:
+    """Tilt, scale and shift stencils [n, 64, 64] into images [n, side, side]."""
     scale, tilt, right, down = torch.rand(4, len(shapes), generator=generator)
     scale = SCALE[0] + (SCALE[1] - SCALE[0]) * scale
     tilt = TILT * (2 * tilt - 1)
-    return place(shapes, IMAGE, scale, tilt, SHIFT * (2 * torch.stack((right, down), 1) - 1))
+    return place(shapes, side, scale, tilt, SHIFT * (2 * torch.stack((right, down), 1) - 1))
 
 
 def place(shapes: Tensor, side: int, scale: Tensor, tilt: Tensor, shift: Tensor) -> Tensor:
@@ -149,14 +153,14 @@ def inks(behind: Tensor, generator: Generator) -> Tensor:
     return torch.where(wanted < luma, colour * wanted / luma, 1 - (1 - colour) * (1 - wanted) / (1 - luma))
 
 
-def pictures(count: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return `count` images [N, 3, 32, 32] in [0, 1] for training and a quarter as many for testing, with labels."""
+def pictures(count: int, seed: int, side: int = IMAGE) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return `count` images [N, 3, side, side] in [0, 1] for training, a quarter as many for testing, and labels."""
     train_photos, test_photos = photographs()
     # Even and odd seeds: no test set uses the random numbers of another seed's training set.
     train_generator, test_generator = (Generator().manual_seed(2 * seed + part) for part in range(2))
     return (
-        render(TRAIN_FONTS, train_photos, count, train_generator),
-        render(TEST_FONTS, test_photos, count // GLYPHS_TEST_SHARE, test_generator),
+        render(TRAIN_FONTS, train_photos, count, train_generator, side),
+        render(TEST_FONTS, test_photos, count // GLYPHS_TEST_SHARE, test_generator, side),
     )
 
 

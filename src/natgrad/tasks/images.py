@@ -28,6 +28,7 @@ class Images:
         deviation: The deviation of each channel, which the difference is divided by.
         padding: Pixels of black around an image before a part of its size is cut out at random.
         flip: Whether to mirror half of the images.
+        side: The pixels of a side to which images are resized; None: they stay as they are.
         draws: Random numbers [N, 3] in [0, 1) for row, column and mirroring; None: no augmentation.
     """
 
@@ -37,6 +38,7 @@ class Images:
     deviation: Sequence[float]
     padding: int = 0
     flip: bool = False
+    side: int | None = None
     draws: Tensor | None = None
 
     def __len__(self) -> int:
@@ -48,7 +50,10 @@ class Images:
         pixels = self.pixels[indices]
         if self.draws is not None:
             pixels = self._augment(pixels, self.draws[indices])
-        return normalise(pixels, self.mean, self.deviation), self.labels[indices]
+        images = normalise(pixels, self.mean, self.deviation)
+        if self.side is not None:
+            images = functional.interpolate(images, size=(self.side, self.side), mode="bilinear")
+        return images, self.labels[indices]
 
     def augmented(self, seed: int, epoch: int) -> Images:
         """Return the images of an epoch. Their augmentation follows from seed, epoch and sample alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.tasks.imagenet import torchvision
+from natgrad.tasks.vision import torchvision
 
 _WIDTH = 256  # of the heads
 

@@ -112,6 +112,8 @@ def _describe(training: Training, point: Point) -> str:
         f"{training.task.metric.name} {point.metric:.4g}",
         f"{point.samples_per_second:,.0f} samples/s",
     ]
+    if point.unreadable:
+        parts.append(f"{point.unreadable} samples unreadable")
     if training.preconditioner is not None:
         parts.append(f"preconditioner {point.share:.0%}")
     return "  ".join(parts)

@@ -50,7 +50,7 @@ class Job:
         warmup: Steps over which the learning rate rises linearly from zero.
         curvature: "none", or the name of a curvature.
         curvature_options: Options of its constructor; `form` and `sharing` are fields of the job, too.
-        form: The form of K-FAC; None: the curvature's default.
+        form: The form of K-FAC; None: the task's, or else the curvature's default.
         fisher: "empirical" or "sampled"; None: "empirical", where there is a choice.
         sharing: How K-FAC combines positions of shared weights; None: the curvature's default.
         placement: The placement of the curvature's work.
@@ -225,6 +225,8 @@ class Job:
         resolved = resolved._with_recipe()
         if self.curvature != "none" and resolved.damping is None:
             resolved = replace(resolved, damping=curvatures.default_damping(self.curvature))
+        if self.curvature == "kfac" and resolved.form is None:
+            resolved = replace(resolved, form=task.kfac_form)
         usual = optimizers.default_learning_rate(resolved.optimizer)
         return replace(resolved, learning_rate=resolved.learning_rate or usual)
 

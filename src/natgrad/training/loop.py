@@ -407,7 +407,9 @@ class Training:
         if not isfinite(metric):
             return "diverged"
         due = self._is_due(min(self._save_seconds, self._unsaved_seconds))
-        peak, due_anywhere = self.world.maxima(_peak_bytes(self.world.device), due)
+        unreadable = self.task.unreadable()
+        values = (_peak_bytes(self.world.device), due, len(unreadable))
+        peak, due_anywhere, unreadable_anywhere = self.world.maxima(*values)
         point = Point(
             epoch=position.epoch,
             step=position.step,
@@ -418,6 +420,7 @@ class Training:
             samples_per_second=position.samples / (position.seconds - position.point_seconds),
             share=self.share(),
             peak_bytes=int(peak),
+            unreadable=len(self.world.union(unreadable)) if unreadable_anywhere else 0,
             averaging=self._averaging(),
         )
         self.points.append(point)

@@ -29,6 +29,7 @@ class Point:
         samples_per_second: Training speed of all ranks since the previous point.
         share: The preconditioner's share of the training time so far.
         peak_bytes: The largest memory of any rank so far: resident on a CPU, allocated on a GPU.
+        unreadable: The samples that could not be read since the run was started or resumed, and that others replace.
         averaging: With averaging over nodes, the averager's phase and metrics on rank 0, and the bytes that all ranks
             have sent so far, inside nodes and between them.
     """
@@ -42,6 +43,7 @@ class Point:
     samples_per_second: float
     share: float
     peak_bytes: int
+    unreadable: int = 0
     averaging: Mapping[str, float | str] = field(default_factory=dict)
 
     @classmethod
@@ -53,9 +55,16 @@ class Point:
         """
         require(isinstance(values, dict), "point", values, "an object")
         names = {each.name for each in fields(cls)}
-        require(names - {"averaging"} <= set(values) <= names, "point", sorted(values), "of the fields of a point")
+        require(
+            names - {"averaging", "unreadable"} <= set(values) <= names,
+            "point",
+            sorted(values),
+            "of the fields of a point",
+        )
         for name, value in values.items():
-            kinds = {"averaging": dict, "epoch": int, "step": int, "peak_bytes": int}.get(name, (int, float))
+            kinds = {"averaging": dict, "epoch": int, "step": int, "peak_bytes": int, "unreadable": int}.get(
+                name, (int, float)
+            )
             require(isinstance(value, kinds) and not isinstance(value, bool), name, value, "as natgrad writes it")
         return cls(**values)
 

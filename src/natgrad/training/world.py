@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -62,6 +62,15 @@ class World:
         if self.size > 1:
             dist.broadcast_object_list(values, 0)
         return values[0]
+
+    def union(self, values: Iterable[str]) -> set[str]:
+        """Return the values of all ranks."""
+        values = [*values]
+        parts = [values]
+        if self.size > 1:
+            parts = [[] for _ in range(self.size)]
+            dist.all_gather_object(parts, values)
+        return {value for part in parts for value in part}
 
     def share_buffers(self, buffers: Iterator[Tensor]) -> None:
         """Broadcast rank 0's buffers, such as running means, which differ between ranks after a forward pass."""

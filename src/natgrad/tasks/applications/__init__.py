@@ -6,7 +6,7 @@ folder are embedded data of the same kind. The data and model of an application 
 """
 
 from natgrad.tasks.applications.base import Application, Architecture, FileApplication, Source
-from natgrad.tasks.applications.classification import Classification, ImageNet
+from natgrad.tasks.applications.classification import Classification, ImageNet, Timm
 from natgrad.tasks.applications.detection import Detection
 from natgrad.tasks.applications.segmentation import Segmentation
 
@@ -20,7 +20,8 @@ __all__ = [
     "ImageNet",
     "Segmentation",
     "Source",
+    "Timm",
 ]
 
-APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet, Segmentation, Detection)
+APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet, Timm, Segmentation, Detection)
 """The applications, each with all its models on all its data sets."""

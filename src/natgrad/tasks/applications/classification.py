@@ -120,6 +120,19 @@ class Classification(Application):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhotographModel(Architecture):
+    """A model of photographs.
+
+    Attributes:
+        side: The pixels of a side of a picture from a folder.
+        embedded_side: The same of an embedded one.
+    """
+
+    side: int = 224
+    embedded_side: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImageNet(Classification, FileApplication):
     """Classes of photographs.
 
@@ -129,27 +142,77 @@ class ImageNet(Classification, FileApplication):
     """
 
     title: ClassVar[str] = "Classes of photographs"
-    # The training of torchvision's reference scripts.
-    models: ClassVar[Mapping[str, Architecture]] = {
-        f"resnet{depth}": Architecture(title=f"ResNet-{depth} of torchvision", epochs=90) for depth in (18, 50)
+    # The training of torchvision's reference scripts. Inception's second head needs pictures of its full size.
+    models: ClassVar[Mapping[str, PhotographModel]] = {
+        "densenet201": PhotographModel(title="DenseNet-201 of torchvision", epochs=90),
+        "inception": PhotographModel(
+            title="Inception v3 of torchvision, 299 pixels", epochs=90, side=299, embedded_side=299
+        ),
+        **{
+            f"resnet{depth}": PhotographModel(title=f"ResNet-{depth} of torchvision", epochs=90)
+            for depth in (18, 34, 50, 101, 152)
+        },
     }
     sources: ClassVar[Mapping[str, ImageSource]] = {
         "imagenet": ImageSource(
             title="ImageNet",
             classes=1000,
-            layout="train/CLASS/PICTURE and val/CLASS/PICTURE",
+            layout="train/CLASS/PICTURE and val/CLASS/PICTURE, or tar shards",
             embedded="glyphs",
             mean=(0.485, 0.456, 0.406),
             deviation=(0.229, 0.224, 0.225),
             flip=True,
         )
     }
+    embedded: ClassVar[Mapping[str, ImageSource]] = {
+        "glyphs": ImageSource(title="embedded glyphs", classes=len(CHARACTERS), padding=8, epochs=10)
+    }
     batch_size: ClassVar[int] = 256
 
     @property
+    def likelihood(self) -> Literal["categorical"] | None:  # type: ignore[override]  # of one model there is none
+        """Categorical; None for Inception, whose loss has a second term."""
+        return None if self.architecture == "inception" else "categorical"
+
+    @property
+    def kfac_form(self) -> Literal["inverse"] | None:
+        """Inverse: factors have sides of up to 4608, for which eigenvectors cost ten times as much."""
+        return "inverse"
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Pictures that the model is evaluated on at once."""
+        return 64
+
+    @property
+    def least_samples(self) -> int:
+        """Two, where batch normalisation sees one pixel of each image."""
+        return 2 if self.architecture == "inception" else 1
+
+    @property
     def image_classes(self) -> int | None:
-        """The number of folders in `train`."""
+        """The number of folders in `train`; with shards that of ImageNet."""
         train = Path(self.data or "", "train")
-        if self.data is None or not train.is_dir():
-            return super().image_classes
-        return sum(place.is_dir() for place in train.iterdir())
+        folders = sum(place.is_dir() for place in train.iterdir()) if self.data and train.is_dir() else 0
+        return folders or super().image_classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timm(ImageNet):
+    """Classes of photographs, by any model of timm.
+
+    Attributes:
+        network: The name of the model in timm.
+    """
+
+    title: ClassVar[str] = "Classes of photographs, by a model of timm"
+    models: ClassVar[Mapping[str, PhotographModel]] = {
+        "timm": PhotographModel(title="the model of timm with the name `network`", epochs=300)
+    }
+
+    network: str = "vit_tiny_patch16_224"
+
+    @property
+    def summary(self) -> str:
+        """Data and model in one line."""
+        return f"{self.data_set.title}, {self.network} of timm"
