@@ -60,7 +60,7 @@ def train(
     optimizer: Annotated[
         str,
         typer.Option(
-            help="naturalmuon, or any optimizer of torch.optim; auto: naturalmuon, or adamw with --curvature."
+            help="naturalmuon, lamb, or any optimizer of torch.optim; auto: naturalmuon, or adamw with --curvature."
         ),
     ] = "auto",
     option: Annotated[

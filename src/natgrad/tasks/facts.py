@@ -42,11 +42,13 @@ class Facts(ABC):
     Attributes:
         curvature_layers: Patterns of the names of modules that a curvature is for; empty: all that it supports.
         fixed: The fields that the task's name decides.
+        outputs: The names of the layers nearest to the loss, for natural Muon; empty: it finds one.
         new_parameters: Patterns of the names of the parameters that a run which starts from another does not take over.
     """
 
     curvature_layers: ClassVar[tuple[str, ...]] = ()
     fixed: ClassVar[tuple[str, ...]] = ()
+    outputs: ClassVar[tuple[str, ...]] = ()
     new_parameters: ClassVar[tuple[str, ...]] = ()
 
     @property

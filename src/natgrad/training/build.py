@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from natgrad import DASO, PreconditionedOptimizer, Preconditioner
 from natgrad.damping import Damping
-from natgrad.errors import ArgumentError, require
+from natgrad.errors import ArgumentError, NatgradWarning, require
 from natgrad.tasks import Task
 
 from . import averaging, curvatures, optimizers
@@ -38,7 +39,10 @@ def build_optimizer(
         ValueError: A setting is not allowed.
     """
     learning_rate = job.learning_rate or optimizers.default_learning_rate(job.optimizer)
-    optimizer = optimizers.build(job.optimizer, model, learning_rate, job.options)
+    options = dict(job.options)
+    if job.optimizer == "naturalmuon" and task.outputs:
+        options.setdefault("heads", task.outputs)
+    optimizer = optimizers.build(job.optimizer, model, learning_rate, options)
     if isinstance(optimizer, PreconditionedOptimizer):  # natural Muon: the loop calls `step` of both parts
         return optimizer.optimizer, optimizer.preconditioner
     return optimizer, _preconditioner(job, task, model, optimizer, layers)
@@ -115,7 +119,9 @@ def rehearse(job: Job) -> None:
     if job.optimizer == "naturalmuon":  # these name layers of the task's model
         options = {name: value for name, value in job.options.items() if name not in ("heads", "adamw", "groups")}
         job = replace(job, options=options)
-    optimizer, preconditioner = build_optimizer(job, job.build_task(), model)
+    with warnings.catch_warnings():  # patterns of layers that this model lacks
+        warnings.simplefilter("ignore", NatgradWarning)
+        optimizer, preconditioner = build_optimizer(job, job.build_task(), model)
     if job.optimizer != "naturalmuon" and not uses_gpu(job.device):
         _try_step(job, model)
     build_averager(job, model, optimizer, preconditioner, None, job.steps_per_epoch)

@@ -42,8 +42,8 @@ class Job:
         start_from: The folder of another run, or of one of its checkpoints, whose weights the model starts with.
         recipe: "large-batch" (Osawa 2019) sets in `resolved` all fields from `optimizer` to `kl_clip`, except
             `sharing` and `placement`, and except `learning_rate`, `form` and `fisher` where given.
-        optimizer: The name of an optimizer of `torch.optim`, "heavyball" or "naturalmuon", in any spelling; "auto":
-            natural Muon, or AdamW with a curvature.
+        optimizer: The name of an optimizer of `torch.optim`, "lamb", "heavyball" or "naturalmuon", in any spelling;
+            "auto": natural Muon, or AdamW with a curvature.
         options: Options of its constructor, without the learning rate.
         learning_rate: Peak learning rate; None: the optimizer's default.
         schedule: The learning rate schedule after the warm-up.

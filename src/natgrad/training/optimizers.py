@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any, Literal, get_args, overload
 
 import torch
@@ -15,7 +17,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from natgrad import NaturalMuon
-from natgrad.errors import require
+from natgrad.errors import NatgradError, require
 from natgrad.recipes import HeavyBall
 
 ScheduleName = Literal["constant", "cosine", "step"]
@@ -26,6 +28,9 @@ _CLASSES: dict[str, type[Optimizer]] = {
     for name, value in vars(torch.optim).items()
     if isinstance(value, type) and issubclass(value, Optimizer) and name not in ("Optimizer", "SparseAdam")
 } | {"heavyball": HeavyBall, "naturalmuon": NaturalMuon}
+
+# Those of the library pytorch_optimizer, which is imported only for them.
+_OF_LIBRARY = {"lamb": "Lamb"}
 
 
 class MuonWithAdamW(Optimizer):
@@ -104,7 +109,7 @@ def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 
 def names() -> list[str]:
     """Return the names of all optimizers, sorted."""
-    return sorted(_CLASSES)
+    return sorted({**_CLASSES, **_OF_LIBRARY})
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
@@ -113,7 +118,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A name is unknown.
     """
-    require(name.lower() in _CLASSES, "optimizer", name, f"one of {', '.join(names())}")
+    require(name.lower() in names(), "optimizer", name, f"one of {', '.join(names())}")
     require("lr" not in options, "option lr", options.get("lr"), "given as the learning rate")
     allowed = [option for option in _parameters(name) if option not in ("self", "params", "model", "lr")]
     for option, value in options.items():
@@ -144,21 +149,21 @@ def build(name: str, model: nn.Module, learning_rate: float, options: Mapping[st
             return MuonWithAdamW(model, lr=learning_rate, **options)
         if name.lower() == "naturalmuon":
             return NaturalMuon(model, lr=learning_rate, **options)
-        build_one: Callable[..., Optimizer] = _CLASSES[name.lower()]
+        build_one: Callable[..., Optimizer] = _kind(name)
         return build_one(trained, lr=learning_rate, **options)
     except TypeError as error:
         raise ValueError(f"options {dict(options)!r} are not allowed for {name}: {error}") from error
 
 
 def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
-    """Read `name=value` pairs; a value is a Python literal or a word.
+    """Read `name=value` pairs; a value is a Python literal, a word or a path.
 
     Args:
         assignments: For example `["momentum=0.9", "betas=(0.9, 0.95)", "adjust_lr_fn=original"]`.
         what: The name of the pairs in error messages.
 
     Raises:
-        ValueError: A pair without `=`, a name given twice, or a value that is neither literal nor word.
+        ValueError: A pair without `=`, a name given twice, or a value that is none of these.
     """
     options: dict[str, Any] = {}
     for assignment in assignments:
@@ -169,7 +174,8 @@ def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
         try:
             options[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            require(text.replace("-", "_").isidentifier(), f"{what} {name}", text, "a Python literal or a word")
+            is_word = re.sub("[-./]", "_", text).isidentifier()
+            require(is_word, f"{what} {name}", text, "a Python literal, a word or a path without spaces")
             options[name] = text
     return options
 
@@ -198,4 +204,22 @@ def schedule(optimizer: Optimizer, name: ScheduleName, *, warmup: int, steps: in
 
 
 def _parameters(name: str) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(_CLASSES[name.lower()].__init__).parameters
+    return inspect.signature(_kind(name).__init__).parameters
+
+
+def _kind(name: str) -> type[Optimizer]:
+    """Return the class of an optimizer.
+
+    Raises:
+        NatgradError: It is in a library that is not installed.
+    """
+    if name.lower() not in _OF_LIBRARY:
+        return _CLASSES[name.lower()]
+    try:
+        library = import_module("pytorch_optimizer")
+    except ImportError as error:
+        raise NatgradError(
+            f"{name} needs pytorch-optimizer, as installed by: pip install 'natgrad[benchmarks]' ({error})"
+        ) from error
+    found: type[Optimizer] = getattr(library, _OF_LIBRARY[name.lower()])
+    return found

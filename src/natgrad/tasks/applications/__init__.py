@@ -8,20 +8,24 @@ folder are embedded data of the same kind. The data and model of an application 
 from natgrad.tasks.applications.base import Application, Architecture, FileApplication, Source
 from natgrad.tasks.applications.classification import Classification, ImageNet, Timm
 from natgrad.tasks.applications.detection import Detection
+from natgrad.tasks.applications.language import Bert, Gpt, Language
 from natgrad.tasks.applications.segmentation import Segmentation
 
 __all__ = [
     "APPLICATIONS",
     "Application",
     "Architecture",
+    "Bert",
     "Classification",
     "Detection",
     "FileApplication",
+    "Gpt",
     "ImageNet",
+    "Language",
     "Segmentation",
     "Source",
     "Timm",
 ]
 
-APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet, Timm, Segmentation, Detection)
+APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet, Timm, Segmentation, Detection, Bert, Gpt)
 """The applications, each with all its models on all its data sets."""
