@@ -8,6 +8,7 @@ from natgrad.training import checkpoint
 from natgrad.training.display import Silent
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
+from natgrad.training.recipe import apply
 from natgrad.training.world import World
 
 
@@ -35,7 +36,8 @@ def test_each_rank_has_its_own_mixture(ranks):
 
 def run_by_recipe(folder, stop):
     """Train digits on this rank, or go on where another run was saved; return its weights and its mixture."""
-    job = Job(task="digits", recipe="large-batch", batch_size=256, accumulate=2, steps=5, workers=2).resolved()
+    fields = {"task": "digits", "batch_size": 256, "accumulate": 2, "steps": 5, "workers": 2}
+    job = Job.from_json(apply("large-batch", fields)).resolved()
     world = World(rank=dist.get_rank(), size=2, device=torch.device("cpu"))
 
     def save(run):
@@ -57,3 +59,25 @@ def test_two_ranks_train_by_the_recipe_and_resume_bit_by_bit(ranks, tmp_path):
     assert [each[0][0] for each in halves] == ["stopped", "finished"]
     assert torch.equal(halves[1][0][1], straight[0][1])
     assert torch.equal(halves[1][1][2], straight[1][2])
+
+
+def run_to_a_plateau():
+    """Train with DASO on two nodes of one rank; return the learning rates after each epoch and the last weights."""
+    job = Job(
+        **{"task": "tabular", "optimizer": "sgd", "learning_rate": 0.5, "batch_size": 32, "epochs": 4},
+        schedule="plateau",
+        schedule_options={"patience": 0, "threshold": 0.1, "factor": 0.5},
+        **{"averaging": "daso", "averaging_options": {"batches_between": 2}, "workers": 2, "nodes": 2},
+    )
+    world = World(rank=dist.get_rank(), size=2, device=torch.device("cpu"))
+    run = Training(job.resolved(), world, observer=Silent(), stop=lambda: False)
+    points = run.run().points
+    weights = torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+    return [point.learning_rate for point in points], run.optimizer.param_groups[0]["lr"], weights
+
+
+def test_the_rates_of_all_nodes_fall_together_on_a_plateau_of_the_global_loss(ranks):
+    (rates, last, weights), (others, other_last, other_weights) = ranks.run(2, run_to_a_plateau)
+    assert rates == others
+    assert last == other_last == rates[-1] < 0.5
+    assert torch.equal(weights, other_weights)

@@ -26,7 +26,8 @@ SNIPPETS = [
     for index, code in enumerate(re.findall(r"```python\n(.*?)```", TEXTS[name], re.DOTALL))
 ]
 NAMES = sorted(set(re.findall(r"\bnatgrad((?:\.[A-Za-z_]+)+)\(", "\n".join(TEXTS.values()))))
-LINES = sorted(set(re.findall(r"^(natgrad (?:train|compare|analyze) .*)", "\n".join(TEXTS.values()), re.MULTILINE)))
+JOINED = "\n".join(TEXTS.values()).replace("\\\n", "")  # of commands over several lines
+LINES = sorted(set(re.findall(r"^(natgrad (?:train|compare|analyze) .*)", JOINED, re.MULTILINE)))
 
 
 def setting():

@@ -97,25 +97,6 @@ def test_a_value_that_an_optimizer_refuses_is_an_error_of_value():
         optimizers.build("adamw", Net(), 0.1, {"betas": 3})
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("step", [0.5, 1, 1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]),
-        ("cosine", [0.5, 1, 1, 0.962, 0.854, 0.691, 0.5, 0.309, 0.146, 0.038]),
-    ],
-)
-def test_the_learning_rate_over_a_run(name, expected):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = optimizers.schedule(optimizer, name, warmup=2, steps=10)
-    rates = []
-    for _ in range(10):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx([2 * each for each in expected], abs=2e-3)
-
-
 def test_muon_refuses_kernels_that_are_no_matrix_in_memory():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).to(memory_format=torch.channels_last)
     with pytest.raises(RuntimeError, match="view"):

@@ -12,10 +12,11 @@ from natgrad.training import checkpoint
 from natgrad.training.display import Silent
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
+from natgrad.training.recipe import apply
 from natgrad.training.world import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
-JOB = Job(task="digits", recipe="large-batch", batch_size=256, epochs=2)
+JOB = Job.from_json(apply("large-batch", {"task": "digits", "batch_size": 256, "epochs": 2}))
 
 
 def training(job, *, stop=lambda: False, save=None):
@@ -85,32 +86,43 @@ def test_a_stopped_run_goes_on_bit_by_bit_from_its_checkpoint(tmp_path):
     assert torch.equal(parameters(second.model), parameters(straight.model))
 
 
-def test_resolving_says_what_the_recipe_decides_and_keeps_what_is_given():
+def test_resolving_keeps_what_the_rule_says_and_what_is_given():
     job = JOB.resolved()
     samples = len(job.build_task().datasets()[0])
     row = recipes.large_batch(256, samples=samples, epochs=2)
     assert job.options == {"momentum": row.momentum}
     assert (job.optimizer, job.curvature, job.form, job.fisher) == ("heavyball", "kfac", "inverse", "empirical")
     assert (job.learning_rate, job.damping, job.kl_clip, job.inverses) == (row.learning_rate, row.damping, None, 1)
+    assert (job.mixup, job.erasing, job.norm_damping, job.norm_form) == (row.mixup, row.erasing, row.norms, "full")
     assert job.resolved() == job
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
-    own = replace(JOB, learning_rate=0.01, form="eigen", fisher="sampled").resolved()
-    assert (own.learning_rate, own.form, own.fisher) == (0.01, "eigen", "sampled")
-    by_steps = replace(JOB, epochs=None, steps=2 * row.steps_per_epoch).resolved()
-    assert (by_steps.learning_rate, by_steps.options) == (job.learning_rate, job.options)
+    given = {"task": "digits", "batch_size": 256, "epochs": 2, "learning_rate": 0.01, "form": "eigen", "mixup": 0.0}
+    own = Job.from_json(apply("large-batch", given)).resolved()
+    assert own == replace(job, learning_rate=0.01, form="eigen", mixup=0.0)
+    by_steps = Job.from_json(apply("large-batch", {"task": "digits", "batch_size": 256, "steps": 12})).resolved()
+    assert row.steps_per_epoch == 6
+    assert by_steps == replace(job, steps=12, epochs=None)
 
 
-def test_the_command_accumulates_and_refuses_what_the_recipe_decides(tmp_path):
+def test_a_job_that_names_the_recipe_is_read_as_before():
+    job = JOB.resolved()
+    earlier = {
+        **{"task": "digits", "task_options": {}, "data": None, "recipe": "large-batch", "optimizer": "heavyball"},
+        **{"options": job.options, "learning_rate": job.learning_rate, "schedule": "constant", "warmup": 0},
+        **{"curvature": "kfac", "curvature_options": job.curvature_options, "form": "inverse", "fisher": "empirical"},
+        **{"sharing": None, "placement": "auto", "factors": 1, "inverses": 1, "refresh": "fixed"},
+        **{"damping": job.damping, "kl_clip": None, "epochs": 2, "steps": None, "batch_size": 256, "accumulate": 1},
+        **{"workers": 1, "averaging": "none", "averaging_options": {}, "nodes": None, "seed": 0, "device": "auto"},
+    }
+    assert Job.from_json(earlier) == job
+    assert Job.from_json({"task": "digits", "recipe": "none"}) == Job(task="digits")
+
+
+def test_the_command_accumulates_and_takes_flags_in_place_of_the_recipe(tmp_path):
     out = tmp_path / "run"
-    done = command(
-        "train", "digits", "--recipe", "large-batch", "--batch-size", 512, "--epochs", 1, "--lr", 0.1, "--out", out
-    )
+    flags = ("--batch-size", 512, "--steps", 2, "--lr", 0.1, "--damping", 0.3)
+    done = command("train", "digits", "--recipe", "large-batch", *flags, "--out", out)
     assert done.exit_code == 0, done.output
     config = json.loads((out / "config.json").read_text())
-    assert (config["recipe"], config["accumulate"], config["learning_rate"]) == ("large-batch", 4, 0.1)
-    longer = command("train", "--resume", out, "--epochs", 2)
-    assert longer.exit_code != 0
-    assert "--epochs=2" in longer.output
-    clash = command("train", "digits", "--recipe", "large-batch", "--damping", 0.1)
-    assert clash.exit_code != 0
-    assert "--damping=0.1" in clash.output
+    assert (config["accumulate"], config["learning_rate"], config["form"]) == (4, 0.1, "inverse")
+    assert (config["damping"], config["damping_schedule"], config["damping_options"]) == (0.3, "constant", {})

@@ -71,7 +71,9 @@ def analyze(
         typer.Option(metavar="NAME=VALUE", help="Option of the optimizer; repeatable.", rich_help_panel=_RUN),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", rich_help_panel=_RUN, **_NO_DEFAULT)] = None,
-    schedule: Annotated[str, typer.Option(help="constant, cosine or step.", rich_help_panel=_RUN)] = "cosine",
+    schedule: Annotated[
+        str, typer.Option(help="constant, cosine, polynomial, step or plateau.", rich_help_panel=_RUN)
+    ] = "cosine",
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=_RUN)] = 0,
     epochs: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
     steps: Annotated[int | None, typer.Option(help="In place of --epochs.", rich_help_panel=_RUN)] = None,

@@ -32,7 +32,9 @@ def compare(
     epochs: Annotated[int | None, typer.Option(help="In place of each task's own.")] = None,
     steps: Annotated[int | None, typer.Option(help="In place of epochs.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Over all ranks; default: the task's.")] = None,
-    schedule: Annotated[str, typer.Option(help="constant, cosine or step, for all contenders.")] = "cosine",
+    schedule: Annotated[
+        str, typer.Option(help="constant, cosine, polynomial, step or plateau, for all contenders.")
+    ] = "cosine",
     override: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME.FIELD=VALUE", help="Fix a contender's setting, as kfac.form=eigen; repeatable."),

@@ -11,7 +11,14 @@ from natgrad.errors import ArgumentError
 # Names of the command's parameters that differ from the library's arguments.
 _PARAMETERS = {
     "learning_rate": "lr",
+    "learning_rate_base_size": "lr_base_size",
     "options": "option",
+    "schedule option": "schedule_option",
+    "schedule_options": "schedule_option",
+    "refresh option": "refresh_option",
+    "refresh_options": "refresh_option",
+    "damping option": "damping_option",
+    "damping_options": "damping_option",
     "curvature option": "curvature_option",
     "averaging option": "averaging_option",
     "task option": "set_",

@@ -17,35 +17,29 @@ if TYPE_CHECKING:
 # Options that may change when a run is resumed; all others are read from its folder.
 _RESUMABLE = ("resume", "epochs", "steps", "target", "workers", "data", "checkpoint_seconds")
 _CURVATURE_OPTIONS = (
-    "curvature_option",
-    "form",
-    "fisher",
-    "sharing",
-    "placement",
-    "factors",
-    "inverses",
-    "refresh",
-    "damping",
-    "kl_clip",
+    *("curvature_option", "form", "fisher", "sharing", "layers", "norm_form", "placement", "precision", "gradients"),
+    *("factors", "inverses", "refresh", "refresh_option", "damping", "damping_schedule", "damping_option"),
+    *("norm_damping", "kl_clip", "centred_decay"),
 )
 
-# Options that a recipe sets.
-_RECIPE_DECIDES = (
-    "optimizer",
-    "option",
-    "schedule",
-    "warmup",
-    "curvature",
-    "curvature_option",
-    "factors",
-    "inverses",
-    "damping",
-    "kl_clip",
-)
+# Parameters that are no fields of a job, and the fields of those with another name.
+_OF_THE_COMMAND = ("recipe", "out", "resume", "checkpoint_seconds")
+_FIELDS = {
+    "lr": "learning_rate",
+    "lr_base_size": "learning_rate_base_size",
+    "option": "options",
+    "schedule_option": "schedule_options",
+    "curvature_option": "curvature_options",
+    "refresh_option": "refresh_options",
+    "damping_option": "damping_options",
+    "set_": "task_options",
+}
 
 _AVERAGING_OPTIONS = ("averaging_option", *OWN_FLAGS["averaging option"])
 _AVERAGING = "Averaging over nodes"
 _CURVATURE = "Curvature (with --curvature)"
+_LARGE = "Large batches (Osawa 2019)"
+_RATE = "Optimizer and learning rate"
 _RUN = "Run"
 _OUTPUT = "Output"
 
@@ -56,20 +50,46 @@ def train(
     data: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder of the data set, for MODEL-DATA; left out: embedded data.")
     ] = None,
-    recipe: Annotated[str, typer.Option(help="large-batch: all of Osawa 2019 at once, for images.")] = "none",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="Values of a paper: pauloski2022, osawa2019, hylo2022, zhang2022, daso2021; large-batch; or a file "
+            "FILE.toml. Flags replace them."
+        ),
+    ] = "none",
     optimizer: Annotated[
         str,
         typer.Option(
-            help="naturalmuon, lamb, or any optimizer of torch.optim; auto: naturalmuon, or adamw with --curvature."
+            help="naturalmuon, lamb, or any optimizer of torch.optim; auto: naturalmuon, or adamw with --curvature.",
+            rich_help_panel=_RATE,
         ),
     ] = "auto",
     option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the optimizer; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Option of the optimizer; repeatable.", rich_help_panel=_RATE),
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; left out: the optimizer's own default.")] = None,
-    schedule: Annotated[str, typer.Option(help="constant, cosine or step.")] = "constant",
-    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
-    curvature: Annotated[str, typer.Option(help="none, kfac, ekfac, sngd, hylo or rank-one.")] = "none",
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate; left out: the optimizer's own default.", rich_help_panel=_RATE)
+    ] = None,
+    lr_base_size: Annotated[
+        int | None,
+        typer.Option(help="Batch that --lr is for: times --batch-size / this.", rich_help_panel=_RATE),
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="constant, cosine, polynomial, step or plateau.", rich_help_panel=_RATE)
+    ] = "constant",
+    schedule_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="warmup_epochs, warmup_lr; milestones=[30,60] in epochs, factor, power, patience ...; repeatable.",
+            rich_help_panel=_RATE,
+        ),
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=_RATE)] = 0,
+    curvature: Annotated[
+        str, typer.Option(help="none, kfac, ekfac, sngd, hylo or rank-one.", rich_help_panel=_CURVATURE)
+    ] = "none",
     curvature_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),
@@ -79,18 +99,75 @@ def train(
         str | None, typer.Option(help="empirical, the default, or sampled.", rich_help_panel=_CURVATURE)
     ] = None,
     sharing: Annotated[str | None, typer.Option(help="Of K-FAC: expand or reduce.", rich_help_panel=_CURVATURE)] = None,
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLASS|PATTERN",
+            help="Linear, Conv2d ... or a pattern of module names: no other layers have curvature; repeatable.",
+            rich_help_panel=_CURVATURE,
+        ),
+    ] = None,
+    norm_form: Annotated[
+        str | None, typer.Option(help="Of norm layers: full, unit or diag.", rich_help_panel=_CURVATURE)
+    ] = None,
     placement: Annotated[str, typer.Option(help="Where the work is done.", rich_help_panel=_CURVATURE)] = "auto",
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DTYPE",
+            help="factors, wire or solve, as wire=bfloat16; repeatable.",
+            rich_help_panel=_CURVATURE,
+        ),
+    ] = None,
+    gradients: Annotated[
+        str, typer.Option(help="averaged, or reduce: by the preconditioner.", rich_help_panel=_CURVATURE)
+    ] = "averaged",
     factors: Annotated[int, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE)] = 1,
     inverses: Annotated[int, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE)] = 10,
     refresh: Annotated[
         str,
-        typer.Option(help="fixed, or a rule with its bound: trace or drift, as drift:0.1.", rich_help_panel=_CURVATURE),
+        typer.Option(
+            help="fixed; step, growing (Osawa 2019, eq. 22) or two-phase (eq. 23); or a rule with its bound: trace or "
+            "drift, as drift:0.1.",
+            rich_help_panel=_CURVATURE,
+        ),
     ] = "fixed",
+    refresh_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="milestones=[30,60] in epochs, factor; epochs, most, interval; repeatable.",
+            rich_help_panel=_CURVATURE,
+        ),
+    ] = None,
     damping: Annotated[
         float | None,
         typer.Option(help="Added to the curvature; left out: the curvature's own.", rich_help_panel=_CURVATURE),
     ] = None,
+    damping_schedule: Annotated[
+        str,
+        typer.Option(help="constant, step, linear, exponential, cosine or warmup.", rich_help_panel=_CURVATURE),
+    ] = "constant",
+    damping_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="milestones=[30,60] in epochs, factor; initial, epochs or steps; repeatable.",
+            rich_help_panel=_CURVATURE,
+        ),
+    ] = None,
+    norm_damping: Annotated[
+        float, typer.Option(help="Factor of the damping for norm layers.", rich_help_panel=_CURVATURE)
+    ] = 1.0,
     kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
+    mixup: Annotated[float, typer.Option(help="α of running mixup.", rich_help_panel=_LARGE)] = 0.0,
+    erasing: Annotated[float, typer.Option(help="Share of images that are erased.", rich_help_panel=_LARGE)] = 0.0,
+    centred_decay: Annotated[
+        float, typer.Option(help="Weight decay, 1 for norm weights, as a share of the damping.", rich_help_panel=_LARGE)
+    ] = 0.0,
+    rescale_weights: Annotated[
+        bool, typer.Option("--rescale-weights", help="Weights of a fixed norm.", rich_help_panel=_LARGE)
+    ] = False,
     averaging: Annotated[
         str,
         typer.Option(help="none or daso.", rich_help_panel=_AVERAGING),
@@ -119,6 +196,7 @@ def train(
         float | None, typer.Option(help="Stop at the first evaluation that reaches it.", rich_help_panel=_RUN)
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Over all ranks.", rich_help_panel=_RUN)] = None,
+    local_batch_size: Annotated[int | None, typer.Option(help="Of each rank, instead.", rich_help_panel=_RUN)] = None,
     accumulate: Annotated[int, typer.Option(help="Backward passes a step.", rich_help_panel=_RUN)] = 1,
     workers: Annotated[int, typer.Option(help="Ranks to start on this machine.", rich_help_panel=_RUN)] = 1,
     seed: Annotated[int, typer.Option(help="Of parameters, order and noise.", rich_help_panel=_RUN)] = 0,
@@ -147,63 +225,19 @@ def train(
         ranks = f" on {workers} ranks" if workers > 1 else ""
         what = f"resuming {resume}" if resume else f"starting {task}{_source(task, data)}"
         print(f"{what}{ranks} ...", flush=True)
-    from dataclasses import replace
-
     if workers > 1:
         from natgrad.training.fork_server import start_fork_server
 
         start_fork_server("natgrad.cli")  # it imports while this process imports
     from natgrad.training.launch import INTERRUPTED, RankError, StoppedError
-    from natgrad.training.optimizers import parse
-    from natgrad.training.recipe import passes
     from natgrad.training.run import Output
     from natgrad.training.run import train as run
 
     if resume is not None:
         job, folder = _resumed_job(ctx, resume), resume
     else:
-        _refuse_what_a_recipe_decides(ctx, recipe)
-        if recipe == "none":
-            _refuse_idle_options(ctx, _CURVATURE_OPTIONS, "curvature")
-        _refuse_idle_options(ctx, _AVERAGING_OPTIONS, "averaging")
-        values: dict[str, Any] = {
-            "task": task,
-            "task_options": parse(set_ or (), "--set"),
-            "data": absolute(data),
-            "start_from": absolute(start_from),
-            "recipe": recipe,
-            "optimizer": optimizer,
-            "options": parse(option or ()),
-            "learning_rate": lr,
-            "schedule": schedule,
-            "warmup": warmup,
-            "curvature": curvature,
-            "curvature_options": parse(curvature_option or (), "--curvature-option"),
-            "form": form,
-            "fisher": fisher,
-            "sharing": sharing,
-            "placement": placement,
-            "factors": factors,
-            "inverses": inverses,
-            "refresh": refresh,
-            "damping": damping,
-            "kl_clip": kl_clip,
-            "epochs": epochs,
-            "steps": steps,
-            "target": target,
-            "batch_size": batch_size,
-            "accumulate": accumulate,
-            "workers": _ranks(workers),
-            "averaging": averaging,
-            "averaging_options": _averaging_options(ctx, parse(averaging_option or (), "--averaging-option")),
-            "nodes": nodes,
-            "seed": seed,
-            "device": device,
-        }
-        job = _new_job(values)
-        if recipe != "none" and "accumulate" not in _given(ctx):
-            job = replace(job, accumulate=passes(job))
-        folder = out or _default_folder(job)
+        job = _new_job(ctx)
+        folder = out or _default_folder(job, recipe)
     output = Output(folder=folder, save_seconds=checkpoint_seconds, show=True)
     try:
         result = run(job, output, resume=resume is not None)
@@ -219,13 +253,39 @@ def train(
         raise typer.Exit(1)
 
 
-def _new_job(values: dict[str, Any]) -> Job:
+def _new_job(ctx: typer.Context) -> Job:
+    """Return the job of the command line: what is given, on top of the recipe."""
+    from dataclasses import replace
+
     from natgrad import tasks
     from natgrad.errors import require
     from natgrad.training.job import Job
+    from natgrad.training.optimizers import parse
+    from natgrad.training.recipe import apply, passes
 
-    require(values["task"] is not None, "task", None, tasks.known_names())
-    return Job.from_json(values)
+    recipe = ctx.params["recipe"]
+    given: dict[str, Any] = {}
+    for name in _given(ctx):
+        value = ctx.params[name]
+        if name in (*_OF_THE_COMMAND, *_AVERAGING_OPTIONS):
+            continue
+        if name in ("data", "start_from"):
+            value = absolute(value)
+        elif name.endswith("option") or name in ("set_", "precision"):
+            value = parse(value, f"--{name.strip('_').replace('_', '-')}")
+        given[_FIELDS.get(name, name)] = value
+    options = _averaging_options(ctx, parse(ctx.params["averaging_option"] or (), "--averaging-option"))
+    if options:
+        given["averaging_options"] = options
+    if "workers" in given or _is_launched():
+        given["workers"] = _ranks(ctx.params["workers"])
+    require("task" in given, "task", None, tasks.known_names())
+    values = apply(recipe, given)
+    for names, of in ((_CURVATURE_OPTIONS, "curvature"), (_AVERAGING_OPTIONS, "averaging")):
+        if values.get(of, "none") == "none":
+            _refuse_idle_options(ctx, names, of)
+    job = Job.from_json(values)
+    return replace(job, accumulate=passes(job)) if recipe != "none" and "accumulate" not in values else job
 
 
 def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
@@ -239,8 +299,6 @@ def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
     for name in given:
         require(name in _RESUMABLE, name, ctx.params[name], "left out with --resume: it is read from the folder")
     job = read_job(folder)
-    for name in ("epochs", "steps") if job.recipe != "none" else ():
-        require(name not in given, name, ctx.params[name], f"left out: {job.recipe} is fitted to the length of the run")
     if "epochs" in given or "steps" in given:
         job = replace(job, epochs=ctx.params["epochs"], steps=ctx.params["steps"])
     if "target" in given:
@@ -270,20 +328,12 @@ def _given(ctx: typer.Context) -> list[str]:
     return [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
 
 
-def _refuse_what_a_recipe_decides(ctx: typer.Context, recipe: str) -> None:
-    from natgrad.errors import require
-
-    for name in _given(ctx) if recipe != "none" else ():
-        require(name not in _RECIPE_DECIDES, name, ctx.params[name], f"left out: the recipe {recipe} decides it")
-
-
 def _refuse_idle_options(ctx: typer.Context, options: tuple[str, ...], of: str) -> None:
     """Refuse options of a curvature or averaging that is not used."""
     from natgrad.errors import require
 
-    idle = [name for name in _given(ctx) if name in options and ctx.params[of] == "none"]
-    for name in idle:
-        require(False, name, ctx.params[name], f"given with --{of}")
+    for name in _given(ctx):
+        require(name not in options, name, ctx.params[name], f"given with --{of}")
 
 
 def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, Any]:
@@ -294,6 +344,13 @@ def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, 
     for name, value in flags.items():
         require(name not in others, name, value, "given once, not by --averaging-option too")
     return others | flags
+
+
+def _is_launched() -> bool:
+    """Return whether an outer launcher has started this rank."""
+    import os
+
+    return "WORLD_SIZE" in os.environ
 
 
 def _ranks(workers: int) -> int:
@@ -309,10 +366,10 @@ def _is_rank_0() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def _default_folder(job: Job) -> Path:
+def _default_folder(job: Job, recipe: str) -> Path:
     from datetime import datetime
 
-    method = (job.recipe,) if job.recipe != "none" else (job.optimizer, job.curvature)
+    method = (Path(recipe).stem,) if recipe != "none" else (job.optimizer, job.curvature)
     kind = "-".join(name for name in (*method, job.averaging) if name != "none")
     return Path("runs") / f"{job.task}-{kind}-{datetime.now():%Y%m%d-%H%M%S}"
 
@@ -348,10 +405,7 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
     if points:
         last, metric = points[-1], job.build_task().metric
         with suppress(OSError):  # a full disk; the run has warned
-            save(
-                overview({job.optimizer if job.recipe == "none" else job.recipe: [points]}, metric),
-                folder / "curves.svg",
-            )
+            save(overview({job.optimizer: [points]}, metric), folder / "curves.svg")
         when = f"{last.step} steps and {last.seconds:.1f} s of training"
         if stopped:
             when += ", at the last evaluation"

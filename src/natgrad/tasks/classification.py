@@ -98,7 +98,7 @@ class Classification(applications.Classification, Task):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats."""
-        return functional.cross_entropy(outputs, targets)
+        return functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
 
     def evaluator(self) -> Evaluator:
         """Return a metric of the accuracy."""

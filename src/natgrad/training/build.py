@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from natgrad import DASO, PreconditionedOptimizer, Preconditioner
-from natgrad.damping import Damping
+from natgrad.damping import ByKind
 from natgrad.errors import ArgumentError, NatgradWarning, require
 from natgrad.tasks import Task
 
-from . import averaging, curvatures, optimizers
+from . import averaging, curvatures, optimizers, schedules
 from .curvatures import options_named
 from .job import Job
+from .schedules import Plateau
 from .world import check_devices, uses_gpu
 
 
@@ -33,7 +33,7 @@ def build_optimizer(
         job: The job.
         task: Its task.
         model: The model, with its wrapper.
-        layers: Patterns of the names of modules that the curvature is for; empty: all that it supports.
+        layers: Classes and patterns of the names of modules that the curvature is for; empty: all that it supports.
 
     Raises:
         ValueError: A setting is not allowed.
@@ -48,11 +48,16 @@ def build_optimizer(
     return optimizer, _preconditioner(job, task, model, optimizer, layers)
 
 
-def build_scheduler(job: Job, optimizer: Optimizer) -> LRScheduler:
+def build_scheduler(job: Job, optimizer: Optimizer) -> LRScheduler | Plateau:
     """Return the scheduler of the learning rate."""
-    if job.recipe != "none":
-        return job.large_batch().build_scheduler(optimizer)
-    return optimizers.schedule(optimizer, job.schedule, warmup=job.warmup, steps=job.total_steps)
+    return schedules.build(
+        optimizer,
+        job.schedule,
+        job.schedule_options,
+        warmup=job.warmup,
+        steps=job.total_steps,
+        steps_per_epoch=job.steps_per_epoch,
+    )
 
 
 def _preconditioner(
@@ -61,20 +66,19 @@ def _preconditioner(
     if job.curvature == "none":
         return None
     options = job.all_curvature_options
-    curvature: Any = curvatures.build(job.curvature, options, fisher=job.fisher, likelihood=task.likelihood)
-    if job.recipe != "none":
-        curvature = job.large_batch().build_curvature(curvature)
-    if layers:
-        curvature = dict.fromkeys(layers, curvature)
+    curvature = curvatures.build(job.curvature, options, fisher=job.fisher, likelihood=task.likelihood)
+    damping = job.damping_value()
     return Preconditioner(
         model,
-        curvature,
+        curvatures.assigned(curvature, layers=layers, norm_form=job.norm_form),
         optimizer=optimizer,
-        damping=_damping(job),
+        damping=None if damping is None else ByKind(damping, norms=job.norm_damping),
         kl_clip=job.kl_clip,
         reduction=task.reduction,
-        refresh=curvatures.refresh_rule(job.refresh, factors=job.factors, inverses=job.inverses),
+        refresh=job.refresh_rule(),
         placement=job.placement,
+        precision=curvatures.precision(job.precision),
+        gradients=job.gradients,  # type: ignore[arg-type]  # checked by Preconditioner
         seed=job.seed,
     )
 
@@ -102,10 +106,6 @@ def build_averager(
         return DASO(model, optimizer, mesh=mesh, epochs=epochs, steps_per_epoch=steps_per_epoch, **arguments)
 
 
-def _damping(job: Job) -> Damping | None:
-    return job.damping if job.recipe == "none" else job.large_batch().damping_schedule()
-
-
 def rehearse(job: Job) -> None:
     """Build everything for a tiny model, to find wrong values before the run.
 
@@ -122,6 +122,7 @@ def rehearse(job: Job) -> None:
     with warnings.catch_warnings():  # patterns of layers that this model lacks
         warnings.simplefilter("ignore", NatgradWarning)
         optimizer, preconditioner = build_optimizer(job, job.build_task(), model)
+    build_scheduler(job, optimizer)
     if job.optimizer != "naturalmuon" and not uses_gpu(job.device):
         _try_step(job, model)
     build_averager(job, model, optimizer, preconditioner, None, job.steps_per_epoch)

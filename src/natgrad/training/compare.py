@@ -19,9 +19,9 @@ from .files import claimed
 from .job import Device, Job
 from .journal import Journal
 from .launch import StoppedError
-from .optimizers import ScheduleName
 from .result import Result
 from .run import Output, train
+from .schedules import ScheduleName
 from .summary import Row, Share, shares, summarise
 from .tuned import Tuned
 

@@ -1,15 +1,33 @@
-"""The curvature and the refresh rule of a job."""
+"""The curvature of a job, its damping and its refresh rule."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
+import torch
+from torch import nn
+
 from natgrad.curvature import BY_NAME, Curvature
-from natgrad.errors import ArgumentError, require
-from natgrad.refresh import Adaptive, DriftRule, Refresh, RefreshRule, TraceRule
+from natgrad.curvature.unitwise import FORMS, for_norms
+from natgrad.damping import Cosine, Exponential, Linear, Piecewise, WarmUp
+from natgrad.errors import ArgumentError, require, require_one_of
+from natgrad.layers.norm import NORMS
+from natgrad.linalg.precision import Precision
+from natgrad.refresh import (
+    Adaptive,
+    DriftRule,
+    GrowingInterval,
+    MultiStepInterval,
+    Refresh,
+    RefreshRule,
+    TraceRule,
+    TwoPhaseInterval,
+)
+from natgrad.schedule import Schedule, check_number, is_number
 
 
 @contextmanager
@@ -74,22 +92,133 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
         return BY_NAME[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)
 
 
-_REFRESH = "fixed, trace[:UPPER] or drift[:THRESHOLD]"
+def assigned(curvature: Curvature, *, layers: Sequence[str], norm_form: str | None) -> Any:
+    """Return a curvature, or a mapping of patterns and classes of layers to it.
+
+    Args:
+        curvature: The curvature.
+        layers: Classes of `torch.nn` and fnmatch patterns of module names: other layers are left to the optimizer.
+            Empty: all layers have it.
+        norm_form: The form of `natgrad.UnitWise` for norm layers; None: as any other layer.
+
+    Raises:
+        ValueError: The form is not allowed.
+    """
+    if not layers and norm_form is None:
+        return curvature
+    chosen: dict[Any, Curvature] = {}
+    if norm_form is not None:
+        require_one_of("norm_form", norm_form, *FORMS)
+        chosen |= dict.fromkeys(NORMS, for_norms(curvature, norm_form))  # type: ignore[arg-type]  # one of FORMS
+    return chosen | dict.fromkeys(map(_key, layers or ("*",)), curvature)
 
 
-def refresh_rule(refresh: str, *, factors: int, inverses: int) -> RefreshRule:
+def _key(layer: str) -> str | type[nn.Module]:
+    """Return the class of `torch.nn` with a name, or if there is none, the name."""
+    found = getattr(nn, layer, None)
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else layer
+
+
+def precision(dtypes: Mapping[str, str]) -> Precision | None:
+    """Return the dtypes of curvature by their names.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    allowed = [field.name for field in fields(Precision)]
+    for name, dtype in dtypes.items():
+        require(name in allowed, "precision", name, f"one of {', '.join(allowed)}")
+        require(dtype in _DTYPES, f"precision {name}", dtype, f"one of {', '.join(_DTYPES)}")
+    return Precision(**{name: _DTYPES[dtype] for name, dtype in dtypes.items()}) if dtypes else None
+
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_WAYS = {"linear": Linear, "exponential": Exponential, "cosine": Cosine, "warmup": WarmUp}
+_DAMPING: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "step": ("milestones", "factor"),
+    **dict.fromkeys(_WAYS, ("initial", "epochs", "steps")),
+}
+
+
+def damping_schedule(
+    damping: float, schedule: str, options: Mapping[str, Any], *, steps_per_epoch: int, scale: float = 1.0
+) -> Schedule:
+    """Return the damping over a run.
+
+    Args:
+        damping: The final damping, or with "step" the first.
+        schedule: "constant"; "step", multiplied by `factor` (default 0.1) at `milestones`, epochs; or a way from
+            `initial` to `damping` in `epochs` or `steps`: "linear", "exponential" (by equal ratios), "cosine", or
+            "warmup" (Osawa 2019, eq. 16).
+        options: The options of the schedule.
+        steps_per_epoch: Steps of an epoch.
+        scale: A factor of all values.
+
+    Raises:
+        ValueError: The schedule, an option or its value is not allowed.
+    """
+    require(schedule in _DAMPING, "damping_schedule", schedule, f"one of {', '.join(_DAMPING)}")
+    allowed = _DAMPING[schedule]
+    for option in options:
+        what = f"one of {schedule}'s: {', '.join(allowed)}" if allowed else f"left out: {schedule} has none"
+        require(option in allowed, "damping option", option, what)
+    with options_named("damping option", dict.fromkeys(allowed)):
+        if schedule == "constant":
+            return scale * damping
+        if schedule == "step":
+            factor = options.get("factor", 0.1)
+            check_milestones(options.get("milestones"))
+            check_number("factor", factor, "a number > 0", minimum=0, strict=True)
+            falls = [(round(epoch * steps_per_epoch), factor**n) for n, epoch in enumerate(options["milestones"], 1)]
+            return Piecewise({0: scale * damping} | {step: scale * damping * share for step, share in falls})
+        initial: Any = options.get("initial")
+        epochs, steps = options.get("epochs"), options.get("steps")
+        check_number("initial", initial, "a number > 0", minimum=0, strict=True)
+        require((epochs is None) != (steps is None), "steps", steps, "given, or epochs, and not both")
+        if epochs is not None:
+            check_number("epochs", epochs, "a number > 0", minimum=0, strict=True)
+            steps = max(1, round(epochs * steps_per_epoch))
+        way: Any = _WAYS[schedule]
+        return way(scale * initial, scale * damping, steps)  # type: ignore[no-any-return]
+
+
+_REFRESH = "fixed, step, growing, two-phase, trace[:UPPER] or drift[:THRESHOLD]"
+_INTERVALS = {
+    "fixed": (),
+    "step": ("milestones", "factor"),
+    "growing": ("epochs", "most"),
+    "two-phase": ("epochs", "interval"),
+}
+
+
+def refresh_rule(
+    refresh: str, *, factors: int, inverses: int, options: Mapping[str, Any] | None = None, steps_per_epoch: int = 1
+) -> RefreshRule:
     """Return the refresh rule of a run.
 
     Args:
-        refresh: "fixed", or the name of a rule, optionally with a colon and its bound.
+        refresh: "fixed"; "step", where both intervals are multiplied by `factor` (default 2) at `milestones`, epochs;
+            "growing" (Osawa 2019, eq. 22) or "two-phase" (eq. 23), which replace both intervals, with the options of
+            `natgrad.GrowingInterval` and `natgrad.TwoPhaseInterval`; or the name of a rule, optionally with a colon
+            and its bound.
         factors: Steps between updates of the factors.
         inverses: Steps between decompositions, or with a rule between its decisions.
+        options: The options of the intervals.
+        steps_per_epoch: Steps of an epoch.
 
     Raises:
-        ValueError: The rule is unknown, or the bound is not allowed.
+        ValueError: The rule is unknown, or the bound, an option or its value is not allowed.
     """
-    if refresh == "fixed":
-        return Refresh(factors=factors, inverses=inverses)
+    options = options or {}
+    allowed = _INTERVALS.get(refresh, ())
+    for option in options:
+        what = f"one of {refresh}'s: {', '.join(allowed)}" if allowed else f"left out: {refresh} has none"
+        require(option in allowed, "refresh option", option, what)
+    if refresh in _INTERVALS:
+        with options_named("refresh option", dict.fromkeys(allowed)):
+            return _scheduled(refresh, factors, inverses, options, steps_per_epoch)
     name, _, bound = refresh.partition(":")
     require(name in ("trace", "drift"), "refresh", refresh, _REFRESH)
     try:
@@ -102,3 +231,30 @@ def refresh_rule(refresh: str, *, factors: int, inverses: int) -> RefreshRule:
     except ValueError:
         raise ArgumentError("refresh", refresh, _REFRESH) from None
     return Adaptive(rule, factors=factors, inverses=inverses)
+
+
+def _scheduled(
+    refresh: str, factors: int, inverses: int, options: Mapping[str, Any], steps_per_epoch: int
+) -> RefreshRule:
+    """Return the rule for fixed and scheduled intervals."""
+    if refresh == "fixed":
+        return Refresh(factors=factors, inverses=inverses)
+    if refresh == "step":
+        check_milestones(options.get("milestones"))
+        steps = tuple(round(epoch * steps_per_epoch) for epoch in options["milestones"])
+        grows = [MultiStepInterval(interval, steps, options.get("factor", 2.0)) for interval in (factors, inverses)]
+        return Refresh(factors=grows[0], inverses=grows[1])
+    kind: Any = GrowingInterval if refresh == "growing" else TwoPhaseInterval
+    interval = kind(steps_per_epoch, **options)
+    return Refresh(factors=interval, inverses=interval)
+
+
+def check_milestones(milestones: Any) -> None:
+    """Check that these are rising epochs above 0.
+
+    Raises:
+        ValueError: They are not.
+    """
+    fits = isinstance(milestones, list | tuple) and len(milestones) > 0 and all(map(is_number, milestones))
+    fits = fits and all(first < second for first, second in zip((0, *milestones), milestones, strict=False))
+    require(fits, "milestones", milestones, "a list of rising epochs > 0")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from natgrad import recipes, tasks
-from natgrad.errors import ArgumentError, require
+from natgrad.curvature.unitwise import FORMS
+from natgrad.errors import ArgumentError, require, require_one_of
 from natgrad.preconditioner.create import plain_name
+from natgrad.refresh import RefreshRule
+from natgrad.schedule import Schedule, check_number
 
-from . import averaging, curvatures, optimizers
+from . import averaging, curvatures, optimizers, schedules
 from .averaging import machines
 from .curvatures import options_named
 
@@ -23,10 +26,27 @@ CHANGEABLE = ("epochs", "steps", "target", "workers", "nodes", "device", "data")
 # Fields that jobs of earlier versions have, with the only value that is still accepted.
 _REMOVED = {"by": "layer", "share": None}
 
+_STRINGS = (
+    *("task", "optimizer", "schedule", "curvature", "placement", "gradients", "refresh", "damping_schedule"),
+    "averaging",
+)
+_MAPPINGS = (
+    *("task_options", "options", "schedule_options", "curvature_options", "precision", "refresh_options"),
+    *("damping_options", "averaging_options"),
+)
+
+# Steps of an epoch for checks before the data are read: so many that distinct epochs are distinct steps.
+_MANY = 10**6
+
+# The fields that jobs of earlier versions left to their recipe.
+_DECIDED = (
+    *("optimizer", "options", "schedule", "warmup", "curvature", "curvature_options", "factors", "inverses"),
+    *("damping", "kl_clip"),
+)
+
 # The largest whole number of a job: seeds of ranks, which are 65536 times as large, then fit into 64 bits.
 _MOST = 10**12
 
-RecipeName = Literal["none", "large-batch"]
 Fisher = Literal["empirical", "sampled"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -40,25 +60,39 @@ class Job:
         task_options: Options of the task, except `data`.
         data: The folder of the task's data set; None: embedded data.
         start_from: The folder of another run, or of one of its checkpoints, whose weights the model starts with.
-        recipe: "large-batch" (Osawa 2019) sets in `resolved` all fields from `optimizer` to `kl_clip`, except
-            `sharing` and `placement`, and except `learning_rate`, `form` and `fisher` where given.
         optimizer: The name of an optimizer of `torch.optim`, "lamb", "heavyball" or "naturalmuon", in any spelling;
             "auto": natural Muon, or AdamW with a curvature.
         options: Options of its constructor, without the learning rate.
         learning_rate: Peak learning rate; None: the optimizer's default.
+        learning_rate_base_size: The batch that `learning_rate` is for: `resolved` multiplies it by `batch_size` /
+            `learning_rate_base_size`. None: it is for `batch_size`.
         schedule: The learning rate schedule after the warm-up.
+        schedule_options: Its options (see `schedules.build`).
         warmup: Steps over which the learning rate rises linearly from zero.
         curvature: "none", or the name of a curvature.
         curvature_options: Options of its constructor; `form` and `sharing` are fields of the job, too.
         form: The form of K-FAC; None: the task's, or else the curvature's default.
         fisher: "empirical" or "sampled"; None: "empirical", where there is a choice.
         sharing: How K-FAC combines positions of shared weights; None: the curvature's default.
+        layers: Classes of `torch.nn` and fnmatch patterns of module names that have the curvature; empty: all.
+        norm_form: The form of `natgrad.UnitWise` for norm layers; None: as the curvature has it.
         placement: The placement of the curvature's work.
+        precision: Names of dtypes by the attributes of `natgrad.Precision`.
+        gradients: "averaged" by DistributedDataParallel, or "reduce": by the preconditioner.
         factors: Steps between updates of the factors.
         inverses: Steps between decompositions.
-        refresh: "fixed", or a rule that decides on each refresh (see `curvatures.refresh_rule`).
+        refresh: "fixed", a schedule of both intervals, or a rule that decides on each refresh (see
+            `curvatures.refresh_rule`).
+        refresh_options: The options of the schedule.
         damping: The damping; None: the curvature's default.
+        damping_schedule: "constant", or how the damping changes (see `curvatures.damping_schedule`).
+        damping_options: Options of the schedule.
+        norm_damping: The factor of the damping for norm layers.
         kl_clip: The bound of the KL clip; None or 0: off.
+        mixup: α of `natgrad.recipes.RunningMixup`; 0: off.
+        erasing: The probability of `natgrad.recipes.ZeroErasing`; 0: off.
+        centred_decay: γ of `natgrad.recipes.CenteredDecay` as a share of the damping, with its schedule; 0: off.
+        rescale_weights: Whether `natgrad.recipes.WeightRescaling` follows each step.
         epochs: Passes over the training set; None, if `steps` is None too: the task's default.
         steps: Optimizer steps, instead of `epochs`.
         target: The value of the task's metric at which the run ends, at the first evaluation that reaches it.
@@ -76,23 +110,36 @@ class Job:
     task_options: Mapping[str, Any] = field(default_factory=dict)
     data: str | None = None
     start_from: str | None = None
-    recipe: RecipeName = "none"
     optimizer: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
-    schedule: optimizers.ScheduleName = "constant"
+    learning_rate_base_size: int | None = None
+    schedule: schedules.ScheduleName = "constant"
+    schedule_options: Mapping[str, Any] = field(default_factory=dict)
     warmup: int = 0
     curvature: str = "none"
     curvature_options: Mapping[str, Any] = field(default_factory=dict)
     form: str | None = None
     fisher: Fisher | None = None
     sharing: str | None = None
+    layers: Sequence[str] = ()
+    norm_form: str | None = None
     placement: str = "auto"
+    precision: Mapping[str, str] = field(default_factory=dict)
+    gradients: str = "averaged"
     factors: int = 1
     inverses: int = 10
     refresh: str = "fixed"
+    refresh_options: Mapping[str, Any] = field(default_factory=dict)
     damping: float | None = None
+    damping_schedule: str = "constant"
+    damping_options: Mapping[str, Any] = field(default_factory=dict)
+    norm_damping: float = 1.0
     kl_clip: float | None = 1e-3
+    mixup: float = 0.0
+    erasing: float = 0.0
+    centred_decay: float = 0.0
+    rescale_weights: bool = False
     epochs: int | None = None
     steps: int | None = None
     target: float | None = None
@@ -111,28 +158,26 @@ class Job:
         Raises:
             ValueError: A field is not allowed.
         """
-        for name in ("task", "recipe", "optimizer", "schedule", "curvature", "placement", "refresh", "averaging"):
+        for name in _STRINGS:
             require(isinstance(getattr(self, name), str), name, getattr(self, name), "a string")
-        for name in ("data", "start_from", "form", "fisher", "sharing"):
+        for name in ("data", "start_from", "form", "fisher", "sharing", "norm_form"):
             require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "a string")
-        for name in ("task_options", "options", "curvature_options", "averaging_options"):
+        for name in _MAPPINGS:
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
+        fits = isinstance(self.layers, list | tuple) and all(isinstance(layer, str) for layer in self.layers)
+        require(fits, "layers", self.layers, "a list of classes of torch.nn and patterns of module names")
+        object.__setattr__(self, "layers", list(self.layers))
         usual = "naturalmuon" if self.curvature == "none" else "adamw"
         object.__setattr__(self, "optimizer", usual if self.optimizer == "auto" else plain_name(self.optimizer))
-        for name, choices in (
-            ("recipe", RecipeName),
-            ("schedule", optimizers.ScheduleName),
-            ("device", Device),
-        ):
-            _check_choice(name, getattr(self, name), get_args(choices))
-        for name in ("factors", "inverses", "epochs", "steps", "batch_size", "accumulate", "workers", "nodes"):
-            _check_whole(
-                name, getattr(self, name), least=1, optional=name in ("epochs", "steps", "batch_size", "nodes")
-            )
+        _check_choice("device", self.device, get_args(Device))
+        optional = ("learning_rate_base_size", "epochs", "steps", "batch_size", "nodes")
+        for name in ("factors", "inverses", "accumulate", "workers", *optional):
+            _check_whole(name, getattr(self, name), least=1, optional=name in optional)
         for name in ("warmup", "seed"):
             _check_whole(name, getattr(self, name), least=0)
         _check_positive("learning_rate", self.learning_rate, optional=True)
         _check_positive("damping", self.damping, optional=True)
+        _check_positive("norm_damping", self.norm_damping)
         if self.kl_clip == 0 and not isinstance(self.kl_clip, bool):
             object.__setattr__(self, "kl_clip", None)
         _check_positive("kl_clip", self.kl_clip, off=True)
@@ -142,7 +187,7 @@ class Job:
         if self.fisher is not None:
             _check_choice("fisher", self.fisher, get_args(Fisher))
         optimizers.check(self.optimizer, self.options)
-        curvatures.refresh_rule(self.refresh, factors=self.factors, inverses=self.inverses)
+        schedules.check(self.schedule, self.schedule_options, warmup=self.warmup)
         if self.curvature != "none":
             curvatures.check(self.curvature, self.all_curvature_options)
         require(
@@ -157,12 +202,30 @@ class Job:
             self.curvature,
             "none for naturalmuon, which has its own",
         )
-        self._check_recipe()
+        self._check_curvature()
+        self._check_additions()
         self._check_averaging()
 
-    def _check_recipe(self) -> None:
-        fits = self.build_task().image_classes is not None or self.recipe == "none"
-        require(fits, "recipe", self.recipe, f"none for {self.task}: it is for classes of images")
+    def _check_curvature(self) -> None:
+        """Check what is built from the curvature's fields; steps of an epoch are not known yet."""
+        self.refresh_rule(steps_per_epoch=_MANY)
+        curvatures.precision(self.precision)
+        if self.norm_form is not None:
+            require_one_of("norm_form", self.norm_form, *FORMS)
+        self.damping_value(steps_per_epoch=_MANY)
+
+    def _check_additions(self) -> None:
+        for name in ("mixup", "erasing", "centred_decay"):
+            value = getattr(self, name)
+            check_number(name, value, "a number >= 0", minimum=0)
+        require(isinstance(self.rescale_weights, bool), "rescale_weights", self.rescale_weights, "True or False")
+        require(self.erasing <= 1, "erasing", self.erasing, "a probability")
+        fits = self.curvature != "none" or self.centred_decay == 0
+        require(fits, "centred_decay", self.centred_decay, "given with curvature, as it is a share of the damping")
+        has_classes = self.build_task().image_classes is not None
+        for name in ("mixup", "erasing"):
+            value = getattr(self, name)
+            require(has_classes or not value, name, value, f"0 for {self.task}: it is for classes of images")
 
     def _check_averaging(self) -> None:
         if self.averaging == "none":
@@ -222,40 +285,46 @@ class Job:
         allowed = f"one with at least {least} samples in each backward pass, also in the last of an epoch of {samples}"
         fits = min(resolved.global_batch // parts, last) >= least
         require(fits, "batch_size", resolved.batch_size, allowed)
-        resolved = resolved._with_recipe()
         if self.curvature != "none" and resolved.damping is None:
             resolved = replace(resolved, damping=curvatures.default_damping(self.curvature))
         if self.curvature == "kfac" and resolved.form is None:
             resolved = replace(resolved, form=task.kfac_form)
-        usual = optimizers.default_learning_rate(resolved.optimizer)
-        return replace(resolved, learning_rate=resolved.learning_rate or usual)
+        rate = resolved.learning_rate or optimizers.default_learning_rate(resolved.optimizer)
+        if self.learning_rate_base_size is not None:
+            rate *= resolved.global_batch / self.learning_rate_base_size
+        return replace(resolved, learning_rate=rate, learning_rate_base_size=None)
 
-    def large_batch(self) -> recipes.LargeBatch:
-        """Return the large-batch recipe for the job's batch size and length."""
-        samples = len(self.build_task().datasets()[0])
-        epochs = self.epochs or self.total_steps / math.ceil(samples / self.global_batch)
-        return recipes.large_batch(self.global_batch, samples=samples, epochs=epochs)
+    def refresh_rule(self, *, steps_per_epoch: int | None = None) -> RefreshRule:
+        """Return the refresh rule.
 
-    def _with_recipe(self) -> Job:
-        """Return the job with the fields that its recipe sets; a given learning rate, form and Fisher are kept."""
-        if self.recipe == "none":
-            return self
-        values = self.large_batch()
-        return replace(
-            self,
-            optimizer="heavyball",
-            options={"momentum": values.momentum},
-            learning_rate=self.learning_rate or values.learning_rate,
-            schedule="constant",
-            warmup=0,
-            curvature="kfac",
-            curvature_options={"factor_decay": values.factor_decay},
-            form=self.form or "inverse",
-            fisher=self.fisher or "empirical",
-            factors=1,
-            inverses=1,
-            damping=values.damping,
-            kl_clip=None,
+        Args:
+            steps_per_epoch: Steps of an epoch; None: read from the data.
+        """
+        return curvatures.refresh_rule(
+            self.refresh,
+            factors=self.factors,
+            inverses=self.inverses,
+            options=self.refresh_options,
+            steps_per_epoch=steps_per_epoch or (1 if self.refresh == "fixed" else self.steps_per_epoch),
+        )
+
+    def damping_value(self, *, steps_per_epoch: int | None = None, scale: float = 1.0) -> Schedule | None:
+        """Return the damping, times `scale`; None without a curvature.
+
+        Args:
+            steps_per_epoch: Steps of an epoch; None: read from the data.
+            scale: A factor.
+        """
+        if self.curvature == "none":
+            for name, value in (("damping_schedule", "constant"), ("damping_options", {})):
+                require(getattr(self, name) == value, name, getattr(self, name), "given with curvature")
+            return self.damping
+        return curvatures.damping_schedule(
+            curvatures.default_damping(self.curvature) if self.damping is None else self.damping,
+            self.damping_schedule,
+            self.damping_options,
+            steps_per_epoch=steps_per_epoch or (1 if self.damping_schedule == "constant" else self.steps_per_epoch),
+            scale=scale,
         )
 
     @property
@@ -292,14 +361,69 @@ class Job:
         Raises:
             ValueError: A field is unknown, missing or not allowed.
         """
-        allowed = [job_field.name for job_field in fields(cls)]
-        for name, value in _REMOVED.items():
-            require(values.get(name, value) == value, name, values.get(name), f"{value!r}: the option was removed")
-        values = {name: value for name, value in values.items() if name not in _REMOVED}
-        for name, value in values.items():
-            require(name in allowed, name, value, f"a field of a job: {', '.join(allowed)}")
-        require("task" in values, "task", None, tasks.known_names())
-        return cls(**values)
+        return cls(**current(values))
+
+
+def current(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job for those that may be of an earlier version.
+
+    Raises:
+        ValueError: A field is unknown or missing, or one that was removed has a value that is no longer accepted.
+    """
+    allowed = [job_field.name for job_field in fields(Job)]
+    for name, value in values.items():
+        known = name in (*allowed, *_REMOVED, "recipe")
+        require(known, name, value, f"a field of a job: {', '.join(allowed)}")
+    require("task" in values, "task", None, tasks.known_names())
+    for name, value in _REMOVED.items():
+        require(values.get(name, value) == value, name, values.get(name), f"{value!r}: the option was removed")
+    recipe = values.get("recipe", "none")
+    values = {name: value for name, value in values.items() if name not in (*_REMOVED, "recipe")}
+    if recipe == "none":
+        return values
+    # Earlier jobs named the recipe, which decided these fields.
+    require(recipe == "large-batch", "recipe", recipe, "none or large-batch")
+    kept = {name: value for name, value in values.items() if name not in _DECIDED}
+    given = {name: value for name in ("learning_rate", "form", "fisher") if (value := kept.get(name)) is not None}
+    return {**kept, **large_batch(Job(**kept)), **given}
+
+
+def large_batch(job: Job) -> dict[str, Any]:
+    """Return the fields of the large-batch recipe (Osawa 2019) for a job's data, batch and length.
+
+    Raises:
+        ValueError: The task is not one of classes of images.
+    """
+    task = job.build_task()
+    require(
+        task.image_classes is not None, "recipe", "large-batch", f"another for {job.task}: it is for classes of images"
+    )
+    samples = len(task.datasets()[0])
+    epochs = job.epochs or job.total_steps / math.ceil(samples / job.global_batch)
+    values = recipes.large_batch(job.global_batch, samples=samples, epochs=epochs)
+    return {
+        "optimizer": "heavyball",
+        "options": {"momentum": values.momentum},
+        "learning_rate": values.learning_rate,
+        "schedule": "polynomial",
+        "schedule_options": {"start": values.start, "end": values.end, "power": values.power, "momentum": True},
+        "curvature": "kfac",
+        "curvature_options": {"factor_decay": values.factor_decay},
+        "form": "inverse",
+        "fisher": "empirical",
+        "norm_form": values.norm_form,
+        "factors": 1,
+        "inverses": 1,
+        "damping": values.damping,
+        "damping_schedule": "warmup",
+        "damping_options": {"initial": values.initial_damping, "steps": values.damping_steps},
+        "norm_damping": values.norms,
+        "kl_clip": None,
+        "mixup": values.mixup,
+        "erasing": values.erasing,
+        "centred_decay": values.centred_decay,
+        "rescale_weights": True,
+    }
 
 
 def _plain(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

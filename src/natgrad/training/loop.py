@@ -28,11 +28,12 @@ from natgrad.tasks.applications import Application
 from natgrad.tasks.base import DataError, Samples
 from natgrad.tasks.batches import Batch, size, split, tensors, to
 
+from .additions import Additions
 from .averaging import describe, node_mesh
 from .build import build_averager, build_optimizer, build_scheduler, seconds_spent
-from .job import CHANGEABLE, Job
-from .recipe import additions
+from .job import CHANGEABLE, Job, current
 from .result import Point, Result, Status
+from .schedules import Plateau
 from .start import load_weights
 from .world import StepMessages, StepSummary, World
 
@@ -135,12 +136,12 @@ class Training:
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, group)
         self._replica = DistributedDataParallel(self.model, process_group=group) if world.size > 1 else self.model
         self.optimizer, self.preconditioner = build_optimizer(
-            job, self.task, self._replica, layers=self.task.curvature_layers
+            job, self.task, self._replica, layers=job.layers or self.task.curvature_layers
         )
         explained = self.preconditioner.explain().rows if self.preconditioner is not None else ()
         self._covered = [row.parameter.rpartition(".")[0] for row in explained if row.curvature]  # names of layers
         self.scheduler = build_scheduler(job, self.optimizer)
-        self._additions = additions(job, self.model, world.rank)
+        self._additions = Additions(job, self.model, world.rank)
         self.averager = build_averager(
             job, self._replica, self.optimizer, self.preconditioner, mesh, len(self._batches)
         )
@@ -257,6 +258,7 @@ class Training:
             ValueError: It is the state of another job.
         """
         saved = json.loads(state.get("job", "{}"))  # earlier versions did not save it
+        saved = saved and current(saved)
         for name, value in self.job.to_json().items():
             same = name in CHANGEABLE or name not in saved or value == saved[name]
             require(same, name, value, f"{saved.get(name)!r}, as in the checkpoint")
@@ -316,6 +318,8 @@ class Training:
             torch.cuda.synchronize()
         position.seconds += perf_counter() - started
         if position.batch == len(self._batches):
+            if isinstance(self.scheduler, Plateau) and status != "diverged":
+                self.scheduler.end_epoch(position.loss_sum / position.samples)
             position.epoch, position.batch = position.epoch + 1, 0
             if self.preconditioner is not None:
                 self.preconditioner.next_epoch()

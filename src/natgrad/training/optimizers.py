@@ -1,26 +1,22 @@
-"""Optimizers of `torch.optim` and natgrad by name, and learning rate schedules."""
+"""Optimizers of `torch.optim` and natgrad by name."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from typing import Any, Literal, get_args, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from natgrad import NaturalMuon
 from natgrad.errors import NatgradError, require
 from natgrad.recipes import HeavyBall
-
-ScheduleName = Literal["constant", "cosine", "step"]
 
 # SparseAdam takes only sparse gradients.
 _CLASSES: dict[str, type[Optimizer]] = {
@@ -178,29 +174,6 @@ def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
             require(is_word, f"{what} {name}", text, "a Python literal, a word or a path without spaces")
             options[name] = text
     return options
-
-
-def schedule(optimizer: Optimizer, name: ScheduleName, *, warmup: int, steps: int) -> LambdaLR:
-    """Return the scheduler of the learning rate over a run.
-
-    Args:
-        optimizer: The optimizer; its learning rate is the peak.
-        name: "constant"; "cosine", which falls to zero; or "step", which divides by 10 after 1/2 and after 3/4 of the
-            steps.
-        warmup: Steps of a linear warm-up, starting at 1/`warmup` of the peak.
-        steps: Steps of the run, including the warm-up.
-    """
-    require(name in get_args(ScheduleName), "schedule", name, f"one of {', '.join(get_args(ScheduleName))}")
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = min((step - warmup) / max(steps - warmup, 1), 1.0)
-        if name == "cosine":
-            return (1 + math.cos(math.pi * done)) / 2
-        return 0.1 ** ((done >= 0.5) + (done >= 0.75)) if name == "step" else 1.0
-
-    return LambdaLR(optimizer, factor)
 
 
 def _parameters(name: str) -> Mapping[str, inspect.Parameter]:

@@ -1,19 +1,136 @@
-"""The operations that a recipe adds to each step, and its backward passes."""
+"""Recipes: files with the fields of a job by task, such as those of the papers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from natgrad.errors import ArgumentError, require
 
-from .job import Job
+from .job import Job, large_batch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_FILES = Path(__file__).parent / "recipes"
+
+# A recipe is for any data, number of ranks, seed and device.
+_OF_THE_RUN = ("task", "data", "start_from", "workers", "seed", "device")
+_FIELDS = tuple(each.name for each in fields(Job) if each.name not in _OF_THE_RUN)
+# What a section may have besides: see docs/recipes.md.
+_SECTION = ("tasks", "when", "rule", "local_batch_size")
+
+_RULES = {"large-batch": large_batch}
+
+# What goes with the value of a field, and is left out where another takes its place.
+_BELONGS = {
+    "optimizer": ("options",),
+    "schedule": ("schedule_options",),
+    "curvature": ("curvature_options", "form", "fisher", "sharing"),
+    "refresh": ("refresh_options",),
+    "damping_schedule": ("damping_options",),
+    "averaging": ("averaging_options", "nodes"),
+}
+
+# What says the same as a field in another way, and is left out where the field is given.
+_INSTEAD = {
+    "learning_rate": ("learning_rate_base_size",),
+    "damping": ("damping_schedule", "damping_options"),
+    "epochs": ("steps",),
+    "steps": ("epochs",),
+    "batch_size": ("local_batch_size",),
+    "local_batch_size": ("batch_size",),
+}
+
+# Fields that need a curvature or an averager.
+_OF_A_CURVATURE = (
+    *("curvature_options", "form", "fisher", "sharing", "layers", "norm_form", "placement", "precision", "gradients"),
+    *("factors", "inverses", "refresh", "refresh_options", "damping", "damping_schedule", "damping_options"),
+    *("norm_damping", "kl_clip", "centred_decay"),
+)
+
+Section = dict[str, Any]
+
+
+def names() -> list[str]:
+    """Return the names of the recipes that come with natgrad, sorted."""
+    return sorted(path.stem for path in _FILES.glob("*.toml"))
+
+
+def read(recipe: str) -> list[Section]:
+    """Return the sections of a recipe.
+
+    Args:
+        recipe: One of `names()`, or the path of a file that ends in ".toml".
+
+    Raises:
+        ValueError: There is no such recipe, or the file is not one.
+    """
+    is_path = recipe.endswith(".toml")
+    path = Path(recipe) if is_path else _FILES / f"{recipe}.toml"
+    allowed = f"one of none, {', '.join(names())}, or the path of a file that ends in .toml"
+    require(path.is_file() if is_path else recipe in names(), "recipe", recipe, allowed)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError("recipe", recipe, f"a file in TOML: {error}") from error
+    sections: Any = content.get("recipe")
+    fits = isinstance(sections, list) and all(isinstance(section, dict) for section in sections)
+    require(fits and len(content) == 1, "recipe", recipe, "a file of tables [[recipe]]")
+    for section in sections:
+        for name, value in section.items():
+            known = name in (*_FIELDS, *_SECTION)
+            require(known, "recipe", recipe, f"one without {name}: its tables have {', '.join((*_SECTION, *_FIELDS))}")
+            kind = dict if name == "when" or name.endswith("options") else list if name in ("tasks", "layers") else None
+            fits = kind is None or isinstance(value, kind)
+            require(fits, "recipe", recipe, f"one where {name} is a {'table' if kind is dict else 'list'}")
+        fits = all(isinstance(task, str) for task in section.get("tasks", [0]))
+        require(fits, "recipe", recipe, "one whose tables have tasks, a list of names or fnmatch patterns")
+        rule = section.get("rule")
+        require(rule is None or rule in _RULES, "recipe", recipe, f"one where rule is one of {', '.join(_RULES)}")
+    return list(sections)
+
+
+def apply(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job: those of a recipe, and the given ones in their place.
+
+    Args:
+        recipe: "none", one of `names()` or the path of a file.
+        given: Fields of a job, with its task, and `local_batch_size`, the samples per step of each rank. Mappings are
+            merged key by key.
+
+    Raises:
+        ValueError: There is no such recipe, it has none for the task, or a field is not allowed.
+    """
+    values, rule = dict(given), None
+    if recipe != "none":
+        values, rule = _merged(recipe, read(recipe), given)
+    local = values.pop("local_batch_size", None)
+    if local is not None:
+        fits = type(local) is int and local >= 1
+        require(
+            fits and "batch_size" not in given, "local_batch_size", local, "a whole number >= 1, without batch_size"
+        )
+        values["batch_size"] = local * values.get("workers", 1)
+    if rule is not None:
+        of_the_run = ("task", "task_options", "data", "batch_size", "epochs", "steps", "workers")
+        job = Job.from_json({name: values[name] for name in of_the_run if name in values})
+        values = _overlaid(_RULES[rule](job), values)
+    if values.get("curvature", "none") == "none":
+        values = {name: value for name, value in values.items() if name not in _OF_A_CURVATURE or name in given}
+    return values
 
 
 def passes(job: Job) -> int:
     """Return the fewest backward passes per step with at most the task's default batch per rank and pass.
 
-    The paper does so for batches that do not fit in memory (section 5.1). 1 if the ranks do not divide the batch.
+    Osawa 2019 does so for batches that do not fit in memory (section 5.1). 1 if the ranks do not divide the batch.
     """
     samples, most = job.global_batch // job.workers, job.build_task().batch_size
     if job.global_batch % job.workers:
@@ -21,68 +138,39 @@ def passes(job: Job) -> int:
     return next(count for count in range(1, samples + 1) if samples % count == 0 and samples // count <= most)
 
 
-class Additions:
-    """Operations of a step besides forward, backward and optimizer. This base class does nothing."""
-
-    def augment(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch to train on."""
-        return inputs, targets
-
-    def change_gradients(self) -> None:
-        """Change ``.grad`` before it is preconditioned."""
-
-    def change_weights(self) -> None:
-        """Change the weights after the optimizer's step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank."""
-        return {}
-
-    def load_state_dict(self, step: int, own: Mapping[str, Any] | None) -> None:
-        """Restore the state of this rank after `step` steps; None: a new rank."""
+def _merged(recipe: str, sections: Sequence[Section], given: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Return the values of all sections for the task with the given ones in their place, and the rule."""
+    task, found, rule = given.get("task"), dict[str, Any](), None
+    values = dict(given)
+    fitting = [section for section in sections if any(fnmatchcase(str(task), name) for name in section["tasks"])]
+    tasks = list(dict.fromkeys(name for section in sections for name in section["tasks"]))
+    require(fitting, "recipe", recipe, f"one for {task}; this one is for {', '.join(tasks)}")
+    for section in fitting:
+        if not _holds(section.get("when", {}), {"workers": 1} | values):
+            continue
+        rule = section.get("rule", rule)
+        own = {name: value for name, value in section.items() if name not in ("tasks", "when", "rule")}
+        found = _overlaid(found, own)
+        values = _overlaid(found, given)
+    return values, rule
 
 
-class LargeBatchAdditions(Additions):
-    """Running mixup, zero erasing, centred decay and weight rescaling.
-
-    Args:
-        job: A resolved job.
-        model: The model.
-        rank: The rank of this process.
-    """
-
-    def __init__(self, job: Job, model: nn.Module, rank: int) -> None:
-        values, classes = job.large_batch(), job.build_task().image_classes
-        assert classes is not None
-        self._mixup = values.build_mixup(classes, seed=job.seed, rank=rank)
-        self._erasing = values.build_erasing(seed=job.seed, rank=rank)
-        self._decay, self._rescaling = values.build_decay(model), values.build_rescaling(model)
-
-    def augment(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix, then erase."""
-        mixed, shares = self._mixup(inputs, targets)
-        return self._erasing(mixed), shares
-
-    def change_gradients(self) -> None:
-        """Add weight decay."""
-        self._decay.step()
-
-    def change_weights(self) -> None:
-        """Rescale the weights."""
-        self._rescaling.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the mixup; the rest follows from the step."""
-        return self._mixup.state_dict()
-
-    def load_state_dict(self, step: int, own: Mapping[str, Any] | None) -> None:
-        """Restore the mixture; a new rank starts without one."""
-        fresh = {"steps": step, "inputs": None, "targets": None}
-        self._mixup.load_state_dict(fresh if own is None else dict(own))
-        for part in (self._erasing, self._decay):
-            part.load_state_dict({"steps": step})
+def _overlaid(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both, with the values of `over` in the place of those of `under`."""
+    values = dict(under)
+    for name, value in over.items():
+        replaced = [*_INSTEAD.get(name, ()), *(_BELONGS.get(name, ()) if values.get(name) != value else ())]
+        for other in replaced:
+            values.pop(other, None)
+    for name, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
+        values[name] = {**values[name], **value} if both else value
+    return values
 
 
-def additions(job: Job, model: nn.Module, rank: int) -> Additions:
-    """Return the additions of the job's recipe."""
-    return Additions() if job.recipe == "none" else LargeBatchAdditions(job, model, rank)
+def _holds(when: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Return whether `values` has all of `when`, also inside mappings."""
+    return all(
+        _holds(value, values.get(name) or {}) if isinstance(value, Mapping) else values.get(name) == value
+        for name, value in when.items()
+    )

@@ -41,6 +41,7 @@ class Classification(Application):
 
     Attributes:
         augment: Whether training images are shifted, and mirrored where the data set allows.
+        label_smoothing: The share of each label in the training loss that is spread over all classes.
     """
 
     title: ClassVar[str] = "Classes of small images"
@@ -96,10 +97,14 @@ class Classification(Application):
     batch_size: ClassVar[int] = 128
 
     augment: bool = True
+    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(isinstance(self.augment, bool), "augment", self.augment, "True or False")
+        smoothing = self.label_smoothing
+        fits = isinstance(smoothing, int | float) and not isinstance(smoothing, bool) and 0 <= smoothing < 1
+        require(fits, "label_smoothing", smoothing, "a share in [0, 1)")
 
     @property
     def data_set(self) -> ImageSource:
@@ -138,6 +143,7 @@ class ImageNet(Classification, FileApplication):
 
     Attributes:
         augment: Whether training pictures are cut out and mirrored at random.
+        label_smoothing: The share of each label in the training loss that is spread over all classes.
         readers: Processes of each rank that read pictures ahead; None: up to 8, by the number of CPUs.
     """
 
