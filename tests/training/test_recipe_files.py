@@ -18,7 +18,8 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 NODES = {"workers": 2, "nodes": 2}  # for DASO
 
 # Two steps take minutes, or need torchvision.
-LARGE = ("vgg16-cifar100", "resnet110-cifar10", "densenet-cifar100", "resnet50-imagenet")
+NEED_TORCHVISION = ("resnet50-imagenet", "multiscale-cityscapes")
+LARGE = ("vgg16-cifar100", "resnet110-cifar10", "densenet-cifar100", *NEED_TORCHVISION)
 
 PAIRS = [
     (name, task)
@@ -51,7 +52,7 @@ def test_a_recipe_names_tasks_and_builds(name, task):
     ("name", "task"), [pytest.param(*pair, marks=pytest.mark.slow) if pair[1] in LARGE else pair for pair in PAIRS]
 )
 def test_a_recipe_trains_two_steps_on_embedded_data(name, task):
-    if task.endswith("-imagenet"):
+    if task in NEED_TORCHVISION:
         pytest.importorskip("torchvision")
     run = Training(
         job(name, task, steps=2, batch_size=4, averaging="none").resolved(),
