@@ -79,5 +79,6 @@ class ImageNet(applications.ImageNet, Classification):
         """Return the mean cross-entropy in nats, with Inception's second head in training."""
         if isinstance(outputs, Tensor):
             return super().loss(outputs, targets)
-        first, second = (functional.cross_entropy(logits, targets) for logits in outputs)
+        smoothing = self.label_smoothing
+        first, second = (functional.cross_entropy(each, targets, label_smoothing=smoothing) for each in outputs)
         return first + _SECOND_HEAD * second
