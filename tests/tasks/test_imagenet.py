@@ -144,7 +144,8 @@ def test_kfac_has_the_inverse_form_where_none_is_given():
         job = Job(task="resnet18-imagenet", curvature="kfac", form=given)
         assert job.resolved().form == expected
     assert Job(task="resnet18-imagenet", curvature="ekfac").resolved().form is None
-    assert Job(task="vgg16-cifar10", curvature="kfac").resolved().form is None
+    assert Job(task="vgg16-mnist", curvature="kfac").resolved().form == "inverse"
+    assert Job(task="3c1f-mnist", curvature="kfac").resolved().form is None
 
 
 def test_an_unknown_model_of_timm_is_named_with_those_like_it():

@@ -119,6 +119,11 @@ class Classification(Application):
         return self.data_set.classes
 
     @property
+    def kfac_form(self) -> Literal["inverse"] | None:
+        """Inverse for VGG-16: factors have sides of up to 4609, for which eigenvectors cost ten times as much."""
+        return "inverse" if self.architecture == "vgg16" else None
+
+    @property
     def least_samples(self) -> int:
         """Two, where batch normalisation sees one pixel of each image."""
         return 2 if self.architecture == "vgg16" else 1
