@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
-from natgrad import tasks
+from natgrad import NatgradWarning, NaturalMuon, tasks
 from natgrad.tasks import DataError
 from natgrad.tasks.applications.segmentation import IGNORED
 from natgrad.tasks.layouts import cityscapes, lgg
@@ -141,16 +141,25 @@ def test_a_wrong_file_is_named_before_training(tmp_path: Path, write, change, na
         tasks.get(name, data=str(folder)).load()
 
 
-def test_a_value_that_is_no_class_is_named_when_it_is_read(tmp_path: Path) -> None:
+def test_a_pair_that_cannot_be_read_is_named_and_the_next_one_takes_its_place(tmp_path: Path) -> None:
+    """A mask has a value that is no class, and a picture is cut after its header."""
     folders.cityscapes(tmp_path)
-    path = first(tmp_path, "gtFine/train/*/*")
-    ids = np.array(Image.open(path))
+    mask, picture = first(tmp_path, "gtFine/train/*/*"), first(tmp_path, "leftImg8bit/val/*/*")
+    ids = np.array(Image.open(mask))
     ids[3, 5] = 34
-    Image.fromarray(ids).save(path)
-    train, _ = tasks.get("unet-cityscapes", data=str(tmp_path)).datasets()
-    assert len(train[[1, 2]][0]) == 2
-    with pytest.raises(DataError, match=r"_labelIds.png has 34 in row 3, column 5, and its values are 0, 1, .*, 33"):
-        train[[0]]
+    Image.fromarray(ids).save(mask)
+    picture.write_bytes(picture.read_bytes()[:60])
+    task = tasks.get("unet-cityscapes", data=str(tmp_path))
+    train, test = task.datasets()
+    assert task.unreadable() == []
+    with pytest.warns(
+        NatgradWarning, match=r"_labelIds.png has 34 in row 3, column 5, and its values are 0, 1, .*, 33; the next"
+    ):
+        pictures, _ = train[[0, 1]]
+    assert torch.equal(pictures[0], pictures[1])
+    with pytest.warns(NatgradWarning, match=r"_leftImg8bit.png is no picture that can be read"):
+        test[[0]]
+    assert task.unreadable() == [str(train.files[0][0]), str(picture)]
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
@@ -331,3 +340,12 @@ def test_a_few_steps_of_adamw_lower_the_loss(name: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_natural_muon_finds_the_last_layer_of_each_model() -> None:
+    """Otherwise it warns in the first forward pass."""
+    pytest.importorskip("torchvision")
+    for name in ("multiscale-cityscapes", "multiscale-lgg", "unet-cityscapes"):
+        model = tasks.get(name).model()
+        NaturalMuon(model, lr=0.01)
+        assert model(torch.rand(2, 3, 32, 32)).requires_grad

@@ -25,8 +25,8 @@ class MultiScale(nn.Module):
         channels = whole.fc.in_features
         names = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4")
         self.trunk = nn.Sequential(*(getattr(whole, name) for name in names))
-        self.segment = _head(channels, outputs)
         self.attend = _head(channels, 1)
+        self.segment = _head(channels, outputs)  # last, so that natural Muon takes its end as the model's
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images [B, 3, H, W] to logits [B, H, W, outputs]."""

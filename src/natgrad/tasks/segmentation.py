@@ -23,6 +23,7 @@ from natgrad.tasks.layouts import cityscapes, lgg, pairs
 from natgrad.tasks.layouts.pairs import Pair
 from natgrad.tasks.multiscale import MultiScale
 from natgrad.tasks.unet import UNet
+from natgrad.tasks.unreadable import Unreadable
 
 _SCENES = 256  # embedded; a quarter as many for testing
 
@@ -80,16 +81,20 @@ class Cut:
 class Pairs:
     """Pictures and masks in files, decoded when they are needed.
 
+    The next pair that can be read takes the place of one that cannot.
+
     Attributes:
         files: The paths of each picture and of its mask.
         classes: The class of each value of a mask.
         cut: Cuts training pictures.
+        unreadable: The pairs that could not be read.
         draw: The seed and epoch of the augmentation; None: whole pictures.
     """
 
     files: Sequence[Pair]
     classes: Mapping[int, int]
     cut: Cut
+    unreadable: Unreadable
     draw: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -100,10 +105,11 @@ class Pairs:
         """Return normalised pictures [B, 3, H, W] and the classes of their pixels [B, H, W].
 
         Raises:
-            DataError: A file cannot be read, or a mask has a value that is none of `classes`.
+            DataError: A hundred pairs in a row cannot be read.
         """
         chosen = range(len(self))[indices] if isinstance(indices, slice) else indices
-        pictures, masks = zip(*map(self._read, chosen), strict=True)
+        read = [self.unreadable.substitute(self._read, index) for index in chosen]
+        pictures, masks = zip(*read, strict=True)
         pixels = torch.stack(pictures).permute(0, 3, 1, 2)
         return normalise(pixels, _MEAN, _DEVIATION), torch.stack(masks).long()
 
@@ -128,13 +134,21 @@ class Segmentation(applications.Segmentation, Task):
         source = self.data_set
         side = self.side or source.side
         if self.data is None:
-            train, test = scenes.scenes(_SCENES, side=side)
-            return self._embedded(train), self._embedded(test)
+            drawn = scenes.scenes(_SCENES, side=side)
+            return self._embedded(drawn[0]), self._embedded(drawn[1])
         read, classes = _READERS[self.source]
         parts = read(Path(self.data))
         pairs.check_sizes([*parts[0], *parts[1]], MULTIPLE)
         cut = Cut(side=side, scales=source.scales, degrees=source.degrees, outside=source.outside)
-        return Pairs(files=parts[0], classes=classes, cut=cut), Pairs(files=parts[1], classes=classes, cut=cut)
+        train, test = (Pairs(files=part, classes=classes, cut=cut, unreadable=Unreadable(len(part))) for part in parts)
+        return train, test
+
+    def unreadable(self) -> list[str]:
+        """Return the pictures that could not be read, or whose mask could not."""
+        if self.data is None:
+            return []
+        parts: Any = self.datasets()
+        return [str(part.files[index][0]) for part in parts for index in part.unreadable.indices()]
 
     def _embedded(self, part: scenes.Scenes) -> Images:
         classes = part.classes()
