@@ -5,6 +5,9 @@ import torch
 from torch import Tensor
 
 from natgrad import tasks
+from natgrad.tasks import numerals, vocabulary
+from natgrad.tasks.questionanswering import Answers
+from natgrad.tasks.translation import LAST, PAD, SPECIAL, Bleu
 from tests.distributed.harness import Ranks
 
 
@@ -57,3 +60,47 @@ def test_the_mean_precision_is_that_of_the_pictures_of_all_ranks(ranks: Ranks) -
     assert 0 < whole < 1
     shared = ranks.run(2, precision_of_own_part, outputs, targets, [6, 3])
     assert shared == [pytest.approx(whole)] * 2
+
+
+def bleu_of_own_part(tokenizer: vocabulary.Tokenizer, outputs: list[Tensor], references: list[list[str]]) -> float:
+    rank, metric = torch.distributed.get_rank(), Bleu(tokenizer)
+    if references[rank]:
+        metric.update(outputs[rank], references[rank])
+    return metric.compute().item()
+
+
+def test_bleu_is_that_of_all_ranks(ranks: Ranks) -> None:
+    """The last rank has no sentences."""
+    references = [english for _, english in numerals.pairs(12, seed=1)]
+    tokenizer = vocabulary.train_byte_pairs(references, 400, SPECIAL)
+    translated = [text.replace("hundred and", "hundred").replace(" of", "") for text in references]
+    rows = [[*tokenizer.encode(text).ids, LAST] for text in translated]
+    longest = max(map(len, rows))
+    outputs = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
+    whole = Bleu(tokenizer)
+    whole.update(outputs, references)
+    parts = (slice(0, 7), slice(7, 12), slice(12, 12))
+    found = ranks.run(
+        3, bleu_of_own_part, tokenizer, [outputs[part] for part in parts], [references[part] for part in parts]
+    )
+    assert found == [pytest.approx(whole.compute().item())] * 3
+    assert 0.2 < found[0] < 0.99
+
+
+def answers_of_own_part(measure: str, outputs: list[Tensor], targets: list[list[dict[str, object]]]) -> float:
+    rank, metric = torch.distributed.get_rank(), Answers(measure)
+    metric.update(outputs[rank], targets[rank])
+    return metric.compute().item()
+
+
+@pytest.mark.parametrize("measure", ["f1", "exact-match"])
+def test_answers_are_those_of_all_ranks(ranks: Ranks, measure: str) -> None:
+    places = torch.tensor([[[0, 3], [4, 7], [8, 13]]])
+    target = {"context": "one two three", "answers": ("two three", "one"), "places": places}
+    logits = torch.zeros(3, 3, 2)
+    for row, (first, last) in enumerate(((0, 0), (0, 2), (1, 1))):
+        logits[row, first, 0] = logits[row, last, 1] = 9.0
+    parts = [[target], [target] * 2]
+    expected = (1 + 0.8 + 2 / 3) / 3 if measure == "f1" else 1 / 3
+    found = ranks.run(2, answers_of_own_part, measure, [logits[:1], logits[1:]], parts)
+    assert found == [pytest.approx(expected)] * 2

@@ -162,3 +162,49 @@ def crowd(picture: int, height: int, width: int) -> dict:
     lengths = {"counts": [0, 2 * height, (width - 2) * height], "size": [height, width]}
     box = [0, 0, 2, height]
     return {"image_id": picture, "category_id": 3, "bbox": box, "iscrowd": 1, "segmentation": lengths}
+
+
+SENTENCES = (
+    ("Ein Hund läuft über die Wiese.", "A dog runs across the meadow."),
+    ("Zwei Männer stehen vor einem Haus.", "Two men stand in front of a house."),
+    ("Ein Kind spielt mit einem Ball.", "A child plays with a ball."),
+    ("Eine Frau liest ein Buch.", "A woman reads a book."),
+    ("Drei Hunde schlafen.", "Three dogs sleep."),
+)
+
+
+def multi30k(folder: Path, *, zipped: bool = False, test: str = "test2016", count: int = 16) -> None:
+    """Write `count` pairs for training, and four each as "val" and as `test`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, first, many in (("train", 0, count), ("val", 1, 4), (test, 2, 4)):
+        pairs = [SENTENCES[(first + index) % len(SENTENCES)] for index in range(many)]
+        for language, lines in zip(("de", "en"), zip(*pairs, strict=True), strict=True):
+            content = "".join(f"{line}\n" for line in lines).encode()
+            path = folder / f"{name}.{language}{'.gz' * zipped}"
+            path.write_bytes(gzip.compress(content) if zipped else content)
+
+
+CONTEXT = "The river Elbe rises in the Giant Mountains and flows through Hamburg to the North Sea. It is 1,094 km long."
+ANSWERS = (
+    ("Where does the Elbe rise?", ("the Giant Mountains", "Giant Mountains")),
+    ("Which city does it flow through?", ("Hamburg",)),
+    ("How long is the Elbe?", ("1,094 km",)),
+    ("Where does it flow to?", ("the North Sea", "North Sea")),
+)
+
+
+def squad(folder: Path, count: int = 16) -> None:
+    """Write `count` questions for training, with one answer each, and four for development."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, many in (("train", count), ("dev", len(ANSWERS))):
+        paragraphs = []
+        for number in range(many):
+            text, answers = ANSWERS[number % len(ANSWERS)]
+            context = f"{'A sentence before it. ' * (number // len(ANSWERS))}{CONTEXT}"
+            listed = [{"answer_start": context.index(each), "text": each} for each in answers]
+            questions = [
+                {"id": f"{name}{number}", "question": text, "answers": listed[: 1 if name == "train" else None]}
+            ]
+            paragraphs.append({"context": context, "qas": questions})
+        content = {"version": "1.1", "data": [{"title": "Elbe", "paragraphs": paragraphs}]}
+        (folder / f"{name}-v1.1.json").write_text(json.dumps(content))

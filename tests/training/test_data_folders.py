@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -29,10 +30,22 @@ def parameters(run):
     return torch.cat([each.detach().flatten() for each in run.model.parameters()])
 
 
-def test_an_interrupted_run_equals_a_whole_one(tmp_path):
-    """It is stopped in the middle of the second of three epochs of five steps, whose images are augmented."""
-    folders.cifar10(tmp_path, "bin")
-    job = Job(task="resnet20-cifar10", data=str(tmp_path), optimizer="sgd", batch_size=4, epochs=3, seed=5).resolved()
+SMALL_TEXT = {"size": "tiny", "vocabulary_size": 300}
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "options", "length"),
+    [
+        ("resnet20-cifar10", partial(folders.cifar10, kind="bin"), {}, 5),  # its images are augmented
+        ("transformer-multi30k", partial(folders.multi30k, count=20), SMALL_TEXT, 5),
+        ("bert-squad", partial(folders.squad, count=20), {**SMALL_TEXT, "window": 96}, 5),
+    ],
+)
+def test_an_interrupted_run_equals_a_whole_one(tmp_path, name, write, options, length):
+    """It is stopped in the middle of the second of three epochs."""
+    write(tmp_path)
+    settings = {"optimizer": "sgd", "learning_rate": 0.1, "batch_size": 4, "epochs": 3, "seed": 5}
+    job = Job(task=name, task_options=options, data=str(tmp_path), **settings).resolved()
     whole = Training(job, ALONE, observer=Silent(), stop=lambda: False)
     expected = whole.run()
 
@@ -41,11 +54,11 @@ def test_an_interrupted_run_equals_a_whole_one(tmp_path):
         job,
         ALONE,
         observer=Silent(),
-        stop=lambda: next(asked) >= 7,
+        stop=lambda: next(asked) >= length + 2,
         save=lambda run: states.append(run.state_dict()),
     )
     assert first.run().status == "stopped"
-    assert first.position.step == 8
+    assert first.position.step == length + 3
     second = Training(job, ALONE, observer=Silent(), stop=lambda: False)
     second.load_state_dict(states[-1])
     result = second.run()
@@ -53,6 +66,42 @@ def test_an_interrupted_run_equals_a_whole_one(tmp_path):
     assert [(point.step, point.loss, point.metric) for point in result.points] == [
         (point.step, point.loss, point.metric) for point in expected.points
     ]
+    assert expected.points[-1].step == 3 * length
+
+
+class Samples(Silent):
+    """Notes the samples of each step."""
+
+    def __init__(self):
+        self.noted = []
+
+    def step(self, training, loss):
+        self.noted.append(training.position.samples)
+
+
+@pytest.mark.parametrize(("name", "write"), [("transformer-multi30k", folders.multi30k), ("bert-squad", folders.squad)])
+def test_batches_of_tuples_and_dictionaries_are_counted_and_split(tmp_path, name, write):
+    write(tmp_path)
+    options = {**SMALL_TEXT, **({"window": 96} if name == "bert-squad" else {})}
+    job = Job(task=name, task_options=options, data=str(tmp_path), optimizer="sgd", batch_size=4, steps=2, accumulate=2)
+    seen = Samples()
+    training = Training(job.resolved(), ALONE, observer=seen, stop=lambda: False)
+    assert training.run().status == "finished"
+    assert seen.noted == [4, 8]
+
+
+@pytest.mark.parametrize("settings", [("--optimizer", "naturalmuon"), ("--curvature", "kfac", "--workers", 2)])
+@pytest.mark.parametrize(("name", "write"), [("transformer-multi30k", folders.multi30k), ("bert-squad", folders.squad)])
+def test_text_is_learned_with_curvature(tmp_path, name, write, settings):
+    write(tmp_path / "data")
+    options = [f"{key}={value}" for key, value in SMALL_TEXT.items()] + ["window=96"] * (name == "bert-squad")
+    given = [part for option in options for part in ("--set", option)]
+    arguments = ("--data", tmp_path / "data", "--steps", 6, "--batch-size", 8, "--lr", 3e-3, "--out", tmp_path / "run")
+    done = run("train", name, *arguments, *given, *settings)
+    assert done.exit_code == 0, done.output
+    points = read_points(tmp_path / "run" / "metrics.jsonl")
+    assert [point.step for point in points] == [2, 4, 6]
+    assert points[-1].loss < points[0].loss
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -173,16 +173,20 @@ class Model(transformers.BertForPreTraining):  # type: ignore[misc]
         return {"words": words, "next": following}
 
 
-def build(size: TransformerSize, entries: int) -> Model:
-    """Return BERT with so many entries in its vocabulary."""
-    configuration = transformers.BertConfig(
+def configuration(size: TransformerSize, entries: int) -> transformers.BertConfig:
+    """Return the configuration of BERT with so many entries in its vocabulary."""
+    return transformers.BertConfig(
         vocab_size=entries,
         num_hidden_layers=size.layers,
         hidden_size=size.width,
         num_attention_heads=size.heads,
         intermediate_size=4 * size.width,
     )
-    return Model(configuration)
+
+
+def build(size: TransformerSize, entries: int) -> Model:
+    """Return BERT with so many entries in its vocabulary."""
+    return Model(configuration(size, entries))
 
 
 class MaskedAccuracy(MulticlassAccuracy):  # type: ignore[misc]

@@ -16,6 +16,8 @@ except ImportError as error:
         f"tasks on text need tokenizers, as installed by: pip install 'natgrad[language]' ({error})"
     ) from error
 
+__all__ = ["BERT_SPECIAL", "Tokenizer", "read", "train_byte_pairs", "train_word_pieces"]
+
 PAD, UNKNOWN, FIRST, LAST, MASK = BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """BERT's special tokens; a trained vocabulary begins with them."""
 

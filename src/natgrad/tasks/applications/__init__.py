@@ -5,6 +5,7 @@ folder are embedded data of the same kind. The data and model of an application 
 `natgrad.tasks`.
 """
 
+from natgrad.tasks.applications.answers import QuestionAnswering, Translation
 from natgrad.tasks.applications.base import Application, Architecture, FileApplication, Source
 from natgrad.tasks.applications.classification import Classification, ImageNet, Timm
 from natgrad.tasks.applications.detection import Detection
@@ -22,10 +23,16 @@ __all__ = [
     "Gpt",
     "ImageNet",
     "Language",
+    "QuestionAnswering",
     "Segmentation",
     "Source",
     "Timm",
+    "Translation",
 ]
 
-APPLICATIONS: tuple[type[Application], ...] = (Classification, ImageNet, Timm, Segmentation, Detection, Bert, Gpt)
+APPLICATIONS: tuple[type[Application], ...] = (
+    *(Classification, ImageNet, Timm),
+    *(Segmentation, Detection),
+    *(Bert, Gpt, QuestionAnswering, Translation),
+)
 """The applications, each with all its models on all its data sets."""

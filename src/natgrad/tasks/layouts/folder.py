@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from natgrad.errors import require
+from natgrad.errors import NatgradWarning, require
 from natgrad.tasks.base import DataError
 
 
@@ -45,3 +46,15 @@ def check_distinct(parts: Mapping[Path, Tensor]) -> None:
     for (first, images), (second, others) in combinations(parts.items(), 2):
         if torch.equal(images, others):
             raise DataError(f"{second} has the same images as {first}: one of them is a copy")
+
+
+def report_left_out(path: Path, count: int, total: int, what: str) -> None:
+    """Warn of samples that are left out, if there are any.
+
+    Raises:
+        DataError: These are all samples.
+    """
+    if count == total:
+        raise DataError(f"{path} has nothing but {what}")
+    if count:
+        warnings.warn(f"{path}: left out {count} of {total} {what}", NatgradWarning, stacklevel=2)
