@@ -7,13 +7,14 @@ step in which inverses are due, if that comes sooner.
 
 import threading
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -113,23 +114,20 @@ def train(case, steps=STEPS):
 
 
 class Reference(dense.KFAC):
-    """The definition, in one process; `resume` is the step that begins what a lost renewal would have made."""
+    """The definition, in one process."""
 
-    def __init__(self, case, resume=None):
+    def __init__(self, case):
         form = case.curvature["form"]
         super().__init__(damping=damping, form=form, factors=case.factors, inverses=case.inverses)
-        self.staleness, self.resume = case.staleness, resume
+        self.staleness = case.staleness
         self.captured = {}
-        self.begun, self.made, self.before = 0, None, None
+        self.begun, self.made = 0, None
 
     def step(self, rows):
         t, first = self.completed, not self.held
         for name, factors in self.captured.items():
             self._fold(name, factors)
         self.captured = {}
-        if t == self.resume and self.made is not None:
-            self.made, self.last["inverses"] = None, self.before
-        before = self.last["inverses"]
         capture, renew = self._due("factors"), self._due("inverses")
         if self.made is not None and (renew or t - self.begun >= self.staleness):
             self.held, self.made = self.made, None
@@ -144,7 +142,7 @@ class Reference(dense.KFAC):
             for name, sums in self.sums.items():
                 correction = 1 - self.factor_decay ** self.updates[name]
                 made[name] = self._decide(name, tuple(total / correction for total in sums), damping(t))
-            self.begun, self.before = t, before
+            self.begun = t
             self.held, self.made = (made, None) if first else (self.held, made)
         self.completed += 1
         return {name: self._solve(name, seen.gradient(), damping(t)) for name, seen in rows.items()}
@@ -154,11 +152,11 @@ class Reference(dense.KFAC):
         return fresh, damping
 
 
-def defined(case, steps=STEPS, resume=None, make=Reference):
+def defined(case, steps=STEPS, make=Reference):
     """The parameters that training by the definition ends with."""
     model = network()
     layers = dense.trained_layers(model)
-    reference = make(case, resume)
+    reference = make(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     for step in steps:
         x, y = batch(step)
@@ -329,48 +327,110 @@ def test_a_decomposition_that_fails_keeps_the_last_good_one(ranks):
 # --- State --------------------------------------------------------------------------------------------------------
 
 
-def save_and_go_on(case, stop, steps, gather):
-    training = Training(case)
-    state = None
+def resume_everywhere(case, folder, steps):
+    """Save before each step in three ways; return where this training ends, and where those that resume from each."""
+    training, states = Training(case), {}
     for step in steps:
-        if step == stop:
-            state = training.state(gather=gather)
+        for way in ("local", "gathered"):
+            states[step, way] = training.state(gather=way == "gathered")
+        if folder is not None:
+            dcp.save({"preconditioner": training.preconditioner}, checkpoint_id=f"{folder}/{step}")
         training.step(step)
-    return training.parameters(), state
+    ends = {}
+    for step in steps:
+        for way in ("local", "gathered", "files") if folder is not None else ("local", "gathered"):
+            resumed = Training(case)
+            if way == "files":
+                known = deepcopy(states[step, "gathered"])
+                resumed.model.load_state_dict(known["model"])
+                resumed.optimizer.load_state_dict(known["optimizer"])
+                dcp.load({"preconditioner": resumed.preconditioner}, checkpoint_id=f"{folder}/{step}")
+            else:
+                resumed.load(deepcopy(states[step, way]))
+            for later in range(step, steps.stop):
+                resumed.step(later)
+            ends[step, way] = resumed.parameters()
+    return training.parameters(), ends
 
 
-def resume(case, states, steps):
+@pytest.mark.some(2)
+@pytest.mark.values
+@pytest.mark.parametrize(
+    ("count", "case"),
+    [
+        (1, Case(factors=1, inverses=4, staleness=3)),
+        (2, Case(factors=1, inverses=3)),
+        (2, Case(factors=1, inverses=4, staleness=3)),
+        (2, Case(factors=2, inverses=3, staleness=2, kind="EKFAC", curvature={})),
+        (2, Case(factors=1, inverses=3, staleness=2, rule=natgrad.DriftRule(0.3))),
+        (3, Case(factors=1, inverses=3, options={"precision": natgrad.Precision(wire=torch.bfloat16)})),
+    ],
+)
+def test_training_resumes_bit_by_bit_from_every_step(ranks, tmp_path, count, case):
+    """Also the training that is saved goes on as if it was not."""
+    straight = [parameters for parameters, _ in ranks.run(count, train, case)]
+    for saved, ends in ranks.run(count, resume_everywhere, case, str(tmp_path), STEPS, limit=200.0):
+        assert_equal([straight[0], saved])
+        differing = {where: relative(end, saved) for where, end in ends.items() if relative(end, saved)}
+        assert not differing
+
+
+def resume(case, state, steps):
     training = Training(case)
-    training.load(states[place()[0]])
+    training.load(deepcopy(state))
     for step in steps:
         training.step(step)
     return training.parameters()
 
 
-@pytest.mark.some(2)
-@pytest.mark.values
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("stop", [4, 5, 6, 7])
-def test_a_gathered_state_resumes_bit_by_bit(ranks, stop, staleness):
-    """The run that was saved goes on in the same way; only where results wait for later steps does saving change it."""
-    case = Case(staleness=staleness, factors=1, inverses=4)
-    saved = ranks.run(2, save_and_go_on, case, stop, STEPS, True)
-    resumed = ranks.run(2, resume, case, [state for _, state in saved], STEPS[stop:])
-    assert_equal([*(parameters for parameters, _ in saved), *resumed])
-    if staleness == 1:
-        assert_close(resumed[0], defined(case))
+def stop_at(case, step):
+    training = Training(case)
+    for earlier in range(step):
+        training.step(earlier)
+    return training.state(gather=False)
 
 
-@pytest.mark.some(2)
 @pytest.mark.values
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("stop", [4, 5, 6, 8])
-def test_a_local_state_begins_a_renewal_under_way_anew(ranks, stop, staleness):
-    case = Case(staleness=staleness, factors=1, inverses=4)
-    saved = ranks.run(2, save_and_go_on, case, stop, STEPS, False)
-    assert_close(saved[0][0], defined(case))
-    resumed = ranks.run(2, resume, case, [state for _, state in saved], STEPS[stop:])
-    assert_equal(resumed)
-    assert_close(resumed[0], defined(case, resume=stop))
-    under_way = 4 < stop <= 4 + staleness
-    assert torch.equal(resumed[0]["0.weight"], saved[0][0]["0.weight"]) != under_way
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_state_of_one_rank_resumes_on_any_number_of_ranks(ranks, count):
+    case = Case(staleness=3, factors=1, inverses=4)
+    state = ranks.run(2, stop_at, case, 6)[1]
+    for parameters in ranks.run(count, resume, case, state, STEPS[6:]):
+        assert_close(parameters, defined(case))
+
+
+def test_another_placement_decomposes_at_once():
+    """Also layers on which the rule has decided."""
+    case = Case(staleness=3, factors=1, inverses=4, rule=natgrad.DriftRule(0.2))
+    state, training = stop_at(case, 6), Training(replace(case, name="comm-opt"))
+    begun = state["preconditioner"]["last_inverses"][1]["averages"]
+    training.load(state)
+    training.step(6)
+    assert training.preconditioner.metrics()["layers_refreshed"] == len(begun) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "allowed"),
+    [
+        (lambda begun: begun.pop("damping"), "a tuple of that and the refresh in progress"),
+        (lambda begun: begun.update(step=-1), r"\['step'\]=-1"),
+        (lambda begun: begun.update(damping=torch.nan), r"\['damping'\]=nan"),
+        (lambda begun: begun.update(averages={"0.weight": 3}), "a dict of dicts of tensors"),
+        (lambda begun: begun["averages"]["0.weight"].update(A=torch.zeros(1, 2, 2)), r"\['A'\]="),
+        (lambda begun: begun["averages"]["0.weight"]["A"].fill_(torch.nan), "finite"),
+        (lambda begun: begun["averages"].update({"9.weight": {}}), "unknown"),
+    ],
+)
+def test_an_unsound_refresh_in_progress_is_refused(change, allowed):
+    training = Training(Case(staleness=3, factors=1, inverses=4))
+    for step in range(6):
+        training.step(step)
+    state = training.state(gather=False)["preconditioner"]
+    change(state["last_inverses"][1])
+    with pytest.raises(ValueError, match=allowed):
+        training.preconditioner.load_state_dict(state)
+    assert training.preconditioner._background.keys
+
+
+def relative(parameters, expected):
+    return max(float((parameters[name] - value).norm() / value.norm()) for name, value in expected.items())

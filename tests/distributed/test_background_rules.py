@@ -11,12 +11,8 @@ from tests.distributed.test_background import (
     assert_close,
     assert_equal,
     defined,
-    resume,
-    save_and_go_on,
     train,
 )
-
-STEPS = range(14)
 
 
 class Drifting(Reference):
@@ -27,8 +23,8 @@ class Drifting(Reference):
 
     decisions: ClassVar[set[bool]] = set()
 
-    def __init__(self, case, resume=None):
-        super().__init__(case, resume)
+    def __init__(self, case):
+        super().__init__(case)
         self.threshold = case.rule.threshold
 
     def _decide(self, name, fresh, damping):
@@ -51,12 +47,3 @@ def test_training_is_what_the_definition_says(ranks, count, staleness):
         assert_equal(results)
         assert_close(results[0], defined(case, make=Drifting))
     assert {True, False} == Drifting.decisions
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("stop", "staleness"), [(4, 1), (5, 1), (6, 3), (7, 3)])
-def test_a_gathered_state_resumes_bit_by_bit(ranks, stop, staleness):
-    case = Case(staleness=staleness, factors=1, inverses=4, rule=natgrad.DriftRule(0.3))
-    saved = ranks.run(2, save_and_go_on, case, stop, STEPS, True)
-    resumed = ranks.run(2, resume, case, [state for _, state in saved], STEPS[stop:])
-    assert_equal([*(parameters for parameters, _ in saved), *resumed])

@@ -198,14 +198,19 @@ class Bucket:
             for member in run.members:
                 self._scale(run, member.layer.name, gain, {})
 
-    def post(self, runtime: Communicator, wire: torch.dtype | None, group: ProcessGroup | None) -> None:
-        """Start to sum the closed bucket over all ranks, in the queue of a process group."""
-        self._works = [runtime.post_sum(part, "factors", sent, group) for part, sent in self.messages(wire)]
-
-    @property
-    def completes_locally(self) -> bool:
-        """Whether `wait` completes without further messages of this rank."""
-        return all(work.wait_is_local for work in self._works)
+    def post(
+        self,
+        runtime: Communicator,
+        wire: torch.dtype | None,
+        group: ProcessGroup | None,
+        *,
+        finishes_alone: bool = False,
+    ) -> None:
+        """Start to sum the closed bucket over all ranks, in the queue of a process group (`Communicator.post_sum`)."""
+        self._works = [
+            runtime.post_sum(part, "factors", sent, group, finishes_alone=finishes_alone)
+            for part, sent in self.messages(wire)
+        ]
 
     def wait(self) -> None:
         """Wait for the sums of all ranks, if they are in progress."""
@@ -393,12 +398,7 @@ class StatisticsBuffer:
     def post(self, runtime: Communicator, wire: torch.dtype | None) -> None:
         """Start `reduce` in a separate queue, which requires that all ranks receive all sums."""
         for bucket in self._buckets:
-            bucket.post(runtime, wire, runtime.background)
-
-    @property
-    def completes_locally(self) -> bool:
-        """Whether the sums in progress complete without further messages of this rank."""
-        return all(bucket.completes_locally for bucket in self._buckets)
+            bucket.post(runtime, wire, runtime.background, finishes_alone=True)
 
     def wait(self) -> None:
         """Wait for the sums in progress."""

@@ -38,11 +38,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 class Work:
-    """A message that is being sent, which is kept until it has arrived.
-
-    Attributes:
-        wait_is_local: Whether `wait` needs no other rank.
-    """
+    """A message that is being sent, which is kept until it has arrived."""
 
     def __init__(
         self,
@@ -54,7 +50,6 @@ class Work:
     ) -> None:
         """Wrap the `work` that sends a `message`, and a function to `finish` it, which may be collective."""
         self._runtime, self._kind, self._message, self._work, self._finish = runtime, kind, message, work, finish
-        self.wait_is_local = finish is None
 
     def wait(self) -> None:
         """Wait for the result; further calls do nothing."""
@@ -64,7 +59,6 @@ class Work:
         if self._finish is not None:
             self._finish()
         self._work = self._finish = None
-        self.wait_is_local = True
 
     def drop(self) -> None:
         """Wait until the message may be freed, without its result; all ranks must call it."""

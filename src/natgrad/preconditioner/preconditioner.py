@@ -54,6 +54,7 @@ from natgrad.preconditioner.refresh import (
     RowRefresh,
     observed,
     run_tasks,
+    separated,
     share_decisions,
     update_averages,
 )
@@ -390,7 +391,7 @@ class Preconditioner:
         self.call_order.detach()
         self._hooks.detach(self._structure.root)
         self._capture.detach()
-        self._background.close(self._progress)
+        self._background.close()
         self._detached = True
 
     # --- The phases of a step -----------------------------------------------------------------------------------
@@ -926,10 +927,8 @@ class Preconditioner:
         The copy is independent: training may continue while it is written (``dcp.async_save``), and a failed load into
         it leaves the preconditioner unchanged.
 
-        Under "background" training resumes bit by bit, unless a decomposition is in progress and `gather` is False.
-        Such a decomposition is not saved; the first step after loading starts it again on all ranks. Sums that are
-        being sent in a narrow dtype are not saved either, so the averages lack one update. With `gather` both are
-        completed first. Then, with a staleness above 1, this training uses the results earlier than it otherwise would.
+        Under "background" the state of a decomposition in progress is what it began with: loading starts it again, and
+        its results are used at the same step as in this training.
 
         Args:
             gather: Collect the blocks of all ranks (collective). Under "comm-opt" every rank already holds all blocks.
@@ -939,11 +938,7 @@ class Preconditioner:
         """
         if self._consolidated is not None and not gather:
             return self._consolidated
-        self._background.fold(self._failures, alone=not gather)
-        if gather:
-            self._collect_refresh(at_once=True)
-            if not self._communicator.any(bool(self._capture.backwards)):  # the next passes use the new results
-                self._capture.sums.note_basis_versions()
+        self._background.fold(self._failures)
         ahead = self._structure.ahead()
         blocks, counted = states.snapshot(ahead.groups, ahead.decisions), self._failures.state_dict()
         if gather and self._structure.shares_work:
@@ -984,12 +979,25 @@ class Preconditioner:
         self._follow_model()
         progress, groups, decisions = self._progress, self._structure.groups, self._structure.decisions
         counters = {"updates": progress.updates, "watch": self._failures.state_dict()}
+        state, begun = separated(state)
         state = states.checked(state, groups, counters, decisions)
+        if begun is not None:
+            begun |= {
+                "blocks": states.checked({**state, "blocks": begun["blocks"]}, groups, counters, decisions)["blocks"]
+            }
         self._scheduler.check_state(state)
         self._epochs = EpochState.loaded(state["epochs"])
-        states.restore(state["blocks"], groups, decisions)
-        self._background.drop(progress)
+        self._background.drop()
         progress.load_state_dict(state)
+        if begun is not None and self._refreshes_in_background:
+            states.restore(begun["blocks"], groups, decisions)
+            progress.step = begun["step"]
+            work = groups, self._structure.plan, self._communicator, begun["keys"], begun["damping"]
+            self._background.begin(*work, progress)
+            progress.step = state["step"]
+        states.restore(state["blocks"], groups, decisions)
+        if begun is not None and not self._background.keys:
+            self._scheduler.end_refresh(decisions, begun["keys"], dropped=True)
         self._failures.load_state_dict(state["watch"])
         self._scheduler.load_state_dict(state, progress)
         self._choose_statistics()

@@ -52,14 +52,12 @@ class DecisionState:
     Attributes:
         numbers: For each layer the trace at the last decision (nan: none) and the decision ``[M, 2]``; on the host.
         last_averages: The averages of the last refresh, packed. Empty unless the rule measures drift.
-        in_progress: The indices of the layers whose refresh is in progress.
     """
 
     def __init__(self, group: BlockGroup, measure: Measure) -> None:
         self._group, self._measure = group, measure
         self.numbers = torch.tensor([_NOTHING] * len(group.members), dtype=torch.float64, device="cpu")
         self.last_averages = StateTensors()
-        self.in_progress: set[int] = set()
 
     @property
     def _compared(self) -> list[Statistic]:
@@ -133,20 +131,17 @@ class DecisionState:
             self.numbers[index, 0] = value
         self.numbers[index, 1] = REFRESHED if refreshed else KEPT
         if refreshed:
-            self.in_progress.add(index)
             names = tuple(spec.name for spec in self._compared)
             for name, average in snapshot(self._group, self._group.members[index].blocks, names).items():
                 self._allocate().write(name, self._group.members[index].blocks, average)
 
     def end_refresh(self, index: int, *, failed: bool) -> None:
         """Record the end of a refresh. If it `failed`, it is repeated at the next decision."""
-        self.in_progress.discard(index)
         if failed:
             self._forget(index, _AGAIN)
 
     def _forget(self, index: int, numbers: tuple[float, float]) -> None:
         """Drop the reference of the next measurement, so that the layer counts as changed."""
-        self.in_progress.discard(index)
         self.numbers[index] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         for name in self.last_averages:
             self.last_averages[name][self._group.members[index].blocks] = 0
@@ -170,9 +165,6 @@ class DecisionState:
         averages = self._allocate()
         tensors = {f"{_PREFIX}{name}": averages.whole(name, member.blocks) for name in averages}
         numbers = self.numbers[index]
-        if index in self.in_progress:  # not saved: a resumed training starts it again
-            tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-            numbers = torch.tensor(_AGAIN, dtype=torch.float64, device="cpu")
         # Earlier versions saved a third number.
         return {_NUMBERS: torch.cat([numbers, numbers.new_full((1,), nan)]).expand(n, -1), **tensors}
 
@@ -187,7 +179,6 @@ class DecisionState:
         if not all(name in given for name in self.shapes(member)):
             self._forget(index, _NOTHING)
             return
-        self.in_progress.discard(index)
         # Layers that earlier versions had stopped count as kept.
         self.numbers[index] = given[_NUMBERS][0, :2].to(self.numbers)
         self.numbers[index, 1].clamp_(max=KEPT)

@@ -4,13 +4,14 @@ The first refresh is synchronous. After it, a step in which factors are due only
 step adds them to the running averages. A step t in which inverses are due copies the averages of the captures before
 it, and a thread on each owner decomposes its part. Step ``t + staleness`` waits for the thread, exchanges the results
 and is the first to use them; an earlier step does so if inverses are due again. All this depends only on counters and
-on averages that all ranks hold, so all ranks stay identical to the last bit.
+on averages that all ranks hold, so all ranks stay identical to the last bit. For the same reason each rank can save
+what a decomposition in progress began with, and a resumed training starts it again and uses it at the same step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,14 +23,15 @@ from torch import Tensor
 from natgrad.capture.sums import StatisticsBuffer
 from natgrad.curvature import Curvature
 from natgrad.distributed import Communicator, Plan
-from natgrad.errors import CurvatureError
+from natgrad.errors import CurvatureError, require
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.refresh.averages import update_averages
 from natgrad.preconditioner.refresh.tasks import RAISED, TaskRun, compute, conclude, task_runs
+from natgrad.schedule import check_number, check_whole
 from natgrad.specs import Statistic, Task
 from natgrad.state.averages import snapshot, unpacked
-from natgrad.state.block_group import BlockGroup
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.counters import StepCounters
 from natgrad.state.results import allocate_results, previous
 
@@ -41,12 +43,13 @@ class _Refresh:
     """A refresh in progress, which began in the step `begun`. Its layers `keys` and its `runs` are equal on all ranks.
 
     `pieces` holds, for each run of this rank, the blocks that are decomposed together and the futures of their results.
-    `before` is the step that started the previous refresh.
+    `before` is the step that started the previous refresh. `averages` holds packed copies for checkpoints, by layer.
     """
 
     begun: int
-    before: int | None
-    keys: set[str]
+    before: int
+    damping: float
+    averages: list[tuple[BlockGroup, LayerBlocks, dict[str, Tensor]]]
     runs: list[TaskRun]
     pieces: list[list[tuple[slice, Future[_Outcome]]]]
 
@@ -81,12 +84,9 @@ class BackgroundRefresh:
         if groups:
             progress.record_factors()  # nothing reads the averages before they are updated
 
-    def fold(self, failure_counters: FailureCounters, *, alone: bool = False) -> None:
-        """Add the sums being sent to the running averages.
-
-        With `alone` nothing is sent: sums in a narrow dtype, which need a second message, are left as they are.
-        """
-        if self._departed is None or (alone and not self._departed.completes_locally):
+    def fold(self, failure_counters: FailureCounters) -> None:
+        """Add the sums being sent to the running averages. Nothing is sent, so that a checkpoint may do so earlier."""
+        if self._departed is None:
             return
         departed, self._departed = self._departed, None
         update_averages(departed, failure_counters)
@@ -104,21 +104,24 @@ class BackgroundRefresh:
     ) -> bool:
         """Start to run the tasks of some layers, as `run_tasks` does; return whether there is anything to do.
 
-        No refresh may be in progress. `keys` are the same on every rank.
+        No refresh may be in progress, and one has been completed. `keys` are the same on every rank.
         """
+        before = progress.last_inverses
         assert self._refresh is None
+        assert before is not None
         runs = task_runs(groups, plan, keys)
         if not runs:
             return False
         pieces = [self._submit(run, damping) if run.owner == runtime.rank else [] for run in runs]
-        self._refresh = _Refresh(progress.step, progress.last_inverses, keys, runs, pieces)
+        averages = list(_copies(groups, keys))
+        self._refresh = _Refresh(progress.step, before, damping, averages, runs, pieces)
         progress.last_inverses = progress.step
         return True
 
     @property
     def keys(self) -> set[str]:
         """The keys of the layers whose refresh is in progress."""
-        return set() if self._refresh is None else self._refresh.keys
+        return set() if self._refresh is None else {member.layer.key for _, member, _ in self._refresh.averages}
 
     def collect(
         self,
@@ -154,26 +157,35 @@ class BackgroundRefresh:
                 f"decomposing {names} in the background has raised an error on rank {owners}"
             ) from error
 
-    def drop(self, progress: StepCounters) -> None:
-        """Drop the refresh in progress; the next step starts it again."""
+    def drop(self) -> None:
+        """Drop the refresh in progress."""
         if self._refresh is not None:
             for pieces in self._refresh.pieces:
                 for _, future in pieces:
                     future.cancel()
-            progress.last_inverses = self._refresh.before
             self._refresh = None
 
-    def close(self, progress: StepCounters) -> None:
-        """Drop the refresh in progress, and end the thread after its current decomposition."""
-        self.drop(progress)
+    def close(self) -> None:
+        """End the thread after its current decomposition. The refresh in progress remains in the state."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the step of the last completed refresh, if one is in progress: a resumed training starts it again."""
-        before = None if self._refresh is None else self._refresh.before
-        return {} if before is None else {"last_inverses": before}
+    def state_dict(self) -> dict[str, Any]:
+        """Return, if a refresh is in progress, the step of the last completed one and what starts this one again.
+
+        Both are in one tuple, because ``torch.distributed.checkpoint`` only loads entries that a new state also has,
+        and tuples as they were saved.
+        """
+        refresh = self._refresh
+        if refresh is None:
+            return {}
+        averages = {}
+        for group, member, copies in refresh.averages:
+            tensors = copies | unpacked(copies, group.statistics)
+            averages[member.layer.key] = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+        begun = {"step": refresh.begun, "damping": refresh.damping, "averages": averages}
+        return {"last_inverses": (refresh.before, begun)}
 
     def _submit(self, run: TaskRun, damping: float) -> list[tuple[slice, Future[_Outcome]]]:
         """Submit the decompositions of a run on copies of its averages to the thread."""
@@ -219,6 +231,44 @@ class BackgroundRefresh:
             self._streams[device] = torch.cuda.Stream(device)
         self._streams[device].wait_stream(torch.cuda.current_stream(device))
         return self._streams[device]
+
+
+def separated(state: Any) -> tuple[Any, dict[str, Any] | None]:
+    """Return a state without the refresh in progress that it holds (`BackgroundRefresh.state_dict`), and that.
+
+    None: there is none. Otherwise the step, the damping, the keys of the layers and the blocks with which it began.
+
+    Raises:
+        ValueError: if it is incomplete. Its averages are not checked.
+    """
+    last = state.get("last_inverses") if isinstance(state, Mapping) else None
+    if not isinstance(last, tuple):
+        return state, None
+    name, fields = "state['last_inverses']", {"step", "damping", "averages"}
+    fits = len(last) == 2 and isinstance(last[1], Mapping) and last[1].keys() == fields
+    require(fits, name, type(last).__name__, "a whole number, or a tuple of that and the refresh in progress")
+    before, begun = last
+    check_whole(f"{name}[1]['step']", begun["step"], 0)
+    check_number(f"{name}[1]['damping']", begun["damping"], "a number above 0", minimum=0, strict=True)
+    blocks, averages = state.get("blocks"), begun["averages"]
+    fits = all(
+        isinstance(found, Mapping) and all(isinstance(one, Mapping) for one in found.values())
+        for found in (blocks, averages)
+    )
+    require(fits, f"{name}[1]['averages']", type(averages).__name__, "a dict of dicts of tensors, as state['blocks']")
+    merged = {**blocks, **{key: {**blocks.get(key, {}), **tensors} for key, tensors in averages.items()}}
+    found = {"step": begun["step"], "damping": begun["damping"], "keys": set(averages), "blocks": merged}
+    return {**state, "last_inverses": before}, found
+
+
+def _copies(groups: list[BlockGroup], keys: set[str]) -> Iterator[tuple[BlockGroup, LayerBlocks, dict[str, Tensor]]]:
+    """Yield packed copies of the running averages of some layers, and of their bias corrections."""
+    for group in groups:
+        averages, weight = group.state.averages, group.state.weight
+        for member in group.members:
+            if member.layer.key in keys and weight is not None:
+                tensors = {name: averages.read(name, member.blocks).clone() for name in averages}
+                yield group, member, tensors | {"weight": weight[member.blocks].clone()}
 
 
 def _decompose(

@@ -113,12 +113,12 @@ class RefreshScheduler:
         require(fits, f"{type(self.rule).__name__}.due()", due, f"a set of names out of {names}")
         return due
 
-    def end_refresh(self, decisions: Decisions, keys: Collection[str]) -> None:
-        """Record the end of the refresh of the layers that `select_layers` returned."""
+    def end_refresh(self, decisions: Decisions, keys: Collection[str], *, dropped: bool = False) -> None:
+        """Record the end of the refresh of the layers that `select_layers` returned, or that it was `dropped`."""
         for group, decided in decisions.items():
             for index, member in enumerate(group.members):
                 if member.layer.key in keys:
-                    decided.end_refresh(index, failed=group.state.failures.is_stale(member.blocks))
+                    decided.end_refresh(index, failed=dropped or group.state.failures.is_stale(member.blocks))
 
     def metrics(self, decisions: Decisions) -> dict[str, float | Tensor]:
         """Return the number of layers that were refreshed and kept at the last decision, if the rule selects layers."""
