@@ -657,3 +657,27 @@ _add(
     "dense/test_spectral.py::test_products_in_bfloat16_are_as_near_as_bfloat16_is",
     ("curvature.spectral:Spectral.precondition", "if self.dtype is not None and", "if False and"),
 )
+_add(
+    "target_of_the_other_side",
+    "A run ends at metrics that are worse than its target.",
+    "training/test_loop.py::test_a_run_ends_at_the_first_evaluation_that_reaches_the_target",
+    ("tasks.facts:Metric.reaches", 'self.better == "higher"', 'self.better == "lower"'),
+)
+_add(
+    "masks_counted_by_proposals",
+    "The heads of masks have the proposals as their terms, not the positions in them.",
+    "tasks/test_detection.py::test_every_layer_of_the_heads_has_the_rows_of_its_own_terms_of_the_loss",
+    ("tasks.detection:Detector._counter", "output.numel() // output.shape[1]", "len(output)"),
+)
+_add(
+    "boxes_of_mirrored_pictures",
+    "The boxes of mirrored pictures stay where they were.",
+    "tasks/test_coco.py::test_mirrored_pictures_keep_their_boxes_on_their_masks",
+    ("tasks.detection:Pictures._read", "(width - right, top, width - left, bottom)", "(left, top, right, bottom)"),
+)
+_add(
+    "precision_of_own_pictures",
+    "The mean average precision is that of each rank's own pictures.",
+    "distributed/test_evaluators.py::test_the_mean_precision_is_that_of_the_pictures_of_all_ranks",
+    ("tasks.detection:MeanPrecision.compute", "for state in states", "for state in states[:1]"),
+)

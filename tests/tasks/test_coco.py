@@ -65,7 +65,9 @@ def test_masks_are_read_from_compressed_run_lengths_and_several_polygons(tmp_pat
     squares = [[left, top, left + 3, top, left + 3, top + 3, left, top + 3] for left, top in ((1, 2), (5, 6))]
     encoded = mask.encode(np.asfortranarray(expected))
     outlines = [squares, {"size": [12, 9], "counts": encoded["counts"].decode()}, []]
-    instances = [coco.Instance(box=(0, 0, 9, 12), label=1, outline=each, is_crowd=False) for each in outlines]
+    instances = [
+        coco.Instance(box=(0, 0, 9, 12), label=1, outline=json.dumps(each), is_crowd=False) for each in outlines
+    ]
     found = coco.masks(coco.Picture(path=tmp_path, height=12, width=9, instances=instances))
     assert np.array_equal(found, [expected, expected, np.zeros_like(expected)])
 
@@ -150,16 +152,24 @@ def test_a_damaged_outline_is_named_with_its_picture(tmp_path, outline):
     folders.coco(tmp_path)
     entry("annotations", segmentation=outline, iscrowd=0)(tmp_path)
     train, _ = load(tmp_path)
-    with pytest.raises(DataError, match=r"train2017-1.png: the outline of object 1 is neither polygons nor run length"):
+    with pytest.warns(NatgradWarning, match=r"train2017-1.png: the outline of object 1 is neither polygons nor run le"):
         _ = train[:]
 
 
-def test_a_picture_of_another_size_or_that_cannot_be_read_is_named(tmp_path):
+def test_others_take_the_place_of_pictures_of_another_size_or_that_cannot_be_read(tmp_path):
     folders.coco(tmp_path)
     shutil.copy(tmp_path / "train2017" / "train2017-1.png", tmp_path / "train2017" / "train2017-4.png")
     (tmp_path / "train2017" / "train2017-5.png").write_bytes(b"")
-    train, _ = load(tmp_path)
+    task = tasks.get("maskrcnn-coco", data=str(tmp_path))
+    with pytest.warns(NatgradWarning, match="1 box without"):
+        train, _ = task.datasets()
+    (first, *_), _ = train[[0]]
     with pytest.raises(DataError, match=r"train2017-4.png has \d+ x \d+ pixels, and \d+ x \d+ in its annotation"):
-        _ = train[[4]]
+        train.source.picture(4)
     with pytest.raises(DataError, match=r"train2017-5.png is no picture that can be read"):
-        _ = train[[5]]
+        train.source.picture(5)
+    for index, named in ((5, "5.png is no picture that can be read: .*"), (4, "4.png has .*")):
+        with pytest.warns(NatgradWarning, match=rf"train2017-{named}; the next sample takes its place"):
+            (pictures, _), _ = train[[index]]
+        assert torch.equal(pictures[0], first[0])
+    assert [name[-15:] for name in task.unreadable()] == ["train2017-4.png", "train2017-5.png"]

@@ -79,11 +79,14 @@ def forward(model, inputs):
 
 
 def by_definition(rows, count):
-    """(G ⊗ A + γI)⁻¹ vec(Σ g aᵀ / n) of a term of n rows with g = n ∂L/∂s; rows with g = 0 are left out of A."""
+    """(G + γI)⁻¹ (Σ g aᵀ / n) (A + γI)⁻¹ of a term of n rows with g = n ∂L/∂s; rows with g = 0 are left out of A.
+
+    With γ on both factors it depends on n, which cancels in G ⊗ A.
+    """
     a, g = rows.a.flatten(1, 2), count * rows.g.flatten(1, 2)
     seen = a * (g != 0).any(-1, keepdim=True)
     A, G, W = seen.mT @ seen / count, g.mT @ g / count, g.mT @ a / count
-    return dense.solve_eigen(W, A, G, DAMPING)
+    return dense.solve_inverse(W, A, G, DAMPING, pi=False)
 
 
 @pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
@@ -94,7 +97,7 @@ def test_every_layer_of_the_heads_has_the_rows_of_its_own_terms_of_the_loss():
         if isinstance(module, nn.ReLU):
             module.inplace = False  # the definition differentiates by what is before it
     inputs, targets = batch()
-    layers = dict.fromkeys(TASK.curvature_layers, natgrad.KFAC())
+    layers = dict.fromkeys(TASK.curvature_layers, natgrad.KFAC(form="inverse", pi=False))
     preconditioner = natgrad.Preconditioner(model, layers, damping=DAMPING, reduction=TASK.reduction)
     outputs = forward(model, inputs)
     TASK.loss(outputs, targets).backward()

@@ -13,14 +13,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import Tensor, nn
 
 from natgrad.errors import require
 from natgrad.tasks import applications
 from natgrad.tasks.base import DataError, Evaluator, Samples, Task
 from natgrad.tasks.layouts import coco
+from natgrad.tasks.pictures import Picture
 from natgrad.tasks.scenes import CLASSES, Scenes, scenes
+from natgrad.tasks.unreadable import Unreadable
 from natgrad.tasks.vision import torchvision
 
 # The embedded scenes; a quarter as many for testing.
@@ -84,11 +85,7 @@ class Photographs:
             DataError: The picture or an outline cannot be read, or the picture has another size than in its annotation.
         """
         described = self.pictures[index]
-        try:
-            with Image.open(described.path) as image:
-                pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"{described.path} is no picture that can be read: {error}") from error
+        pixels = torch.from_numpy(np.array(Picture(str(described.path), 0).decode())).permute(2, 0, 1)
         size = f"{described.height} x {described.width}"
         if pixels.shape[1:] != (described.height, described.width):
             raise DataError(
@@ -105,10 +102,11 @@ class Photographs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pictures:
-    """Pictures with objects, in batches.
+    """Pictures with objects, in batches. The next one that can be read takes the place of one that cannot.
 
     Attributes:
         source: The pictures.
+        unreadable: The pictures that could not be read.
         classes: The number of classes, with the background.
         has_crowds: Whether groups of objects are among the objects, as for an evaluation.
         flip: Whether half of the pictures are mirrored if they are augmented.
@@ -116,6 +114,7 @@ class Pictures:
     """
 
     source: Source
+    unreadable: Unreadable
     classes: int
     has_crowds: bool
     flip: bool = False
@@ -129,10 +128,11 @@ class Pictures:
         """Return a batch of pictures.
 
         Raises:
-            DataError: A picture cannot be read.
+            DataError: A hundred pictures in a row cannot be read.
         """
         chosen = range(len(self))[indices] if isinstance(indices, slice) else indices
-        pictures, objects = (list(part) for part in zip(*map(self._read, chosen), strict=True))
+        read = [self.unreadable.substitute(self._read, index) for index in chosen]
+        pictures, objects = (list(part) for part in zip(*read, strict=True))
         return (pictures, objects), objects
 
     def augmented(self, seed: int, epoch: int) -> Pictures:
@@ -234,19 +234,32 @@ class Detection(applications.Detection, Task):
     def load(self) -> tuple[Samples, Samples]:
         """Return pictures with their objects; crowds are in the test set only."""
         coco.library()  # the metric needs it too
+        train: Source
+        test: Source
         if self.data is None:
-            train, test = scenes(_SCENES, side=_SIDE)
-            return (
-                Pictures(source=Drawn(train), classes=CLASSES, has_crowds=False),
-                Pictures(source=Drawn(test), classes=CLASSES, has_crowds=True),
-            )
-        found = coco.read(Path(self.data))
-        classes = 1 + len(found[0].categories)
-        read, tested = (Photographs(part.pictures) for part in found)
+            train, test = map(Drawn, scenes(_SCENES, side=_SIDE))
+            classes = CLASSES
+        else:
+            found = coco.read(Path(self.data))
+            train, test = (Photographs(part.pictures) for part in found)
+            classes = 1 + len(found[0].categories)
         return (
-            Pictures(source=read, classes=classes, has_crowds=False, flip=True),
-            Pictures(source=tested, classes=classes, has_crowds=True),
+            Pictures(
+                source=train,
+                unreadable=Unreadable(len(train)),
+                classes=classes,
+                has_crowds=False,
+                flip=self.data is not None,  # mirrored characters are other characters
+            ),
+            Pictures(source=test, unreadable=Unreadable(len(test)), classes=classes, has_crowds=True),
         )
+
+    def unreadable(self) -> list[str]:
+        """Return the pictures that could not be read."""
+        if self.data is None:
+            return []
+        parts: Any = self.datasets()
+        return [str(part.source.pictures[index].path) for part in parts for index in part.unreadable.indices()]
 
     def augmented(self, train: Any, *, seed: int, epoch: int) -> Samples:
         """Return training pictures of which half are mirrored, where the data set allows, unless switched off."""

@@ -26,20 +26,20 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Instance:
     """An object in a picture.
 
     Attributes:
         box: Left, top, right and bottom edges in pixels.
         label: Its class, from 1.
-        outline: Polygons, or run lengths, as in the file.
+        outline: Polygons, or run lengths, as JSON: COCO's millions of numbers would take gigabytes.
         is_crowd: Whether it is a group of objects.
     """
 
     box: tuple[float, float, float, float]
     label: int
-    outline: list[list[float]] | dict[str, Any]
+    outline: str
     is_crowd: bool
 
 
@@ -105,8 +105,8 @@ def _part(folder: Path, name: str) -> Part:
             without_area += 1
             continue
         label = labels[each["category_id"]]
-        instance = Instance(box=box, label=label, outline=each["segmentation"], is_crowd=bool(each["iscrowd"]))
-        picture.instances.append(instance)
+        outline = json.dumps(each["segmentation"])
+        picture.instances.append(Instance(box=box, label=label, outline=outline, is_crowd=bool(each["iscrowd"])))
     if without_area:
         boxes = "box without width or height is" if without_area == 1 else "boxes without width or height are"
         warnings.warn(f"{path}: {without_area} {boxes} left out", NatgradWarning, stacklevel=2)
@@ -185,7 +185,7 @@ def masks(picture: Picture) -> np.ndarray:
     mask = library()
     decoded = np.zeros((len(picture.instances), picture.height, picture.width), np.uint8)
     for index, instance in enumerate(picture.instances):
-        outline: Any = instance.outline
+        outline = json.loads(instance.outline)
         try:
             if not isinstance(outline, Mapping):
                 encoded = mask.merge(mask.frPyObjects(outline, picture.height, picture.width)) if outline else None
