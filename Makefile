@@ -4,7 +4,7 @@ VENV   ?= .venv
 READY  := $(VENV)/.ready
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/
 
-.PHONY: help setup demo test test-integrations test-slow test-faults audit bench lint types check clean
+.PHONY: help setup demo docs test test-integrations test-slow test-faults audit bench lint types check clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,11 @@ test-integrations:  ## Run the tests inside transformers, Accelerate, PEFT, Ligh
 	$(PYTHON) -m venv $(VENV)-integrations
 	$(VENV)-integrations/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
 	OMP_NUM_THREADS=1 $(VENV)-integrations/bin/python -m pytest tests/integrations -n auto --dist loadfile
+
+docs:  ## Build the documentation site into site/, in an environment of its own; a warning is an error
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet 'mkdocs-material>=9.7,<10' 'mkdocstrings[python]>=1,<2' ruff
+	$(VENV)-docs/bin/mkdocs build --quiet
 
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(RUN)python -m pytest -m slow

@@ -1,6 +1,6 @@
 """Distributed natural-gradient training for PyTorch, in two lines.
 
-Example:
+Examples:
     >>> preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), optimizer=optimizer, damping=3e-3)
     >>> ...
     >>> preconditioner.step()  # between loss.backward() and optimizer.step()

@@ -46,7 +46,7 @@ class KBFGS(torch.optim.Optimizer):
 
     It is a baseline for one process, in float32 or float64. The loss is a mean over samples.
 
-    Example:
+    Examples:
         >>> optimizer = natgrad.KBFGS(model, lr=0.1)
         >>> def closure():
         ...     optimizer.zero_grad()

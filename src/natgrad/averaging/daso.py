@@ -64,7 +64,7 @@ class DASO:
     every B batches a copy of the parameters is sent to the other nodes, and S batches later the sum is merged. Each
     rank of a node exchanges its part with the other nodes. After the last batch of an epoch all ranks are identical.
 
-    Example:
+    Examples:
         >>> mesh = init_device_mesh("cuda", (nodes, local), mesh_dim_names=("node", "local"))
         >>> model = DistributedDataParallel(model, process_group=mesh.get_group("local"))
         >>> daso = natgrad.DASO(model, optimizer, mesh=mesh, epochs=90, steps_per_epoch=len(loader))
@@ -379,7 +379,7 @@ class DASO:
         changes when an epoch ends: with `steps_per_epoch` in its last `step`, otherwise in `next_epoch`. None before
         the first epoch has ended, and after an epoch without losses.
 
-        Example:
+        Examples:
             >>> scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=5)
             >>> scheduler.step(daso.global_loss)  # after each epoch
         """

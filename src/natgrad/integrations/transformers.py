@@ -1,6 +1,6 @@
 """For ``transformers.Trainer``: a factory of natgrad's optimizers, and a callback.
 
-Example:
+Examples:
     >>> trainer = Trainer(
     ...     model, args, train_dataset=data,
     ...     optimizer_cls_and_kwargs=(OptimizerFactory, {"name": "natural-muon", "lr": 2e-2}),

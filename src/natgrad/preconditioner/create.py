@@ -63,7 +63,7 @@ def create_optimizer(
     Raises:
         ValueError: if the name or an option is unknown, or a value is not allowed.
 
-    Example:
+    Examples:
         >>> optimizer = natgrad.create_optimizer(model, "sgd+kfac", lr=0.1, momentum=0.9, weight_decay=5e-4)
     """
     allowed = "an nn.Module, not its parameters: natgrad attaches hooks to the layers, and finds the parameters itself"

@@ -53,7 +53,7 @@ class NaturalMuon(PreconditionedOptimizer):
     ``param_groups[0]`` holds the matrices, ``param_groups[1]`` the other parameters, frozen ones included: they train
     once they are thawed. ``explain()`` shows which is which, and why.
 
-    Example:
+    Examples:
         >>> optimizer = natgrad.NaturalMuon(model, lr=2e-2)
         >>> for inputs, targets in loader:
         ...     optimizer.zero_grad()

@@ -87,7 +87,7 @@ class Preconditioner:
         call_order: Checks the order of calls. Not part of the public interface.
         membership: Follows the groups of the optimizer. Not part of the public interface. None: there is no optimizer.
 
-    Example:
+    Examples:
         >>> preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), optimizer=optimizer, damping=3e-3)
         >>> for inputs, targets in loader:
         ...     optimizer.zero_grad()

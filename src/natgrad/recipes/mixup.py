@@ -59,7 +59,7 @@ class RunningMixup:
     Each rank has a separate mixture. If a step has several backward passes whose samples do not fit in memory
     together, use a separate `RunningMixup` for each pass, with different seeds.
 
-    Example:
+    Examples:
         >>> mixup = recipes.RunningMixup(0.4, classes=1000)
         >>> for inputs, targets in loader:
         ...     inputs, targets = mixup(inputs, targets)  # targets are now probabilities [B, 1000]

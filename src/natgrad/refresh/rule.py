@@ -48,7 +48,7 @@ class RefreshRule:
     them, any number of times, and must get the same answers. The first capture and decomposition are due at once, and a
     failed decomposition at the next decision, whatever the rule returns.
 
-    Example:
+    Examples:
         >>> class LargestDrift(natgrad.RefreshRule):
         ...     measure = "drift"
         ...
