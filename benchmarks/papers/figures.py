@@ -1,0 +1,272 @@
+"""Each figure: its contenders, what is measured, and what the paper reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Measure = Literal["epochs", "seconds", "metric"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A method, whose learning rate is searched.
+
+    Attributes:
+        settings: Fields of its job.
+        rates: The learning rates of the search; every contender of a figure has as many.
+        paper: What the paper reports for it, in the figure's measure; empty: nothing.
+    """
+
+    settings: Mapping[str, Any]
+    rates: tuple[float, ...]
+    paper: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure or table of a paper.
+
+    Attributes:
+        title: Paper, number and subject.
+        paper: Its model and data.
+        task: The task here.
+        shared: Fields of every job.
+        contenders: The contenders by name.
+        reference: The contender that the others are compared with.
+        measure: "metric": the final metric. "epochs", "seconds": what a method needs to reach the reference's median
+            final metric, over what the reference needs.
+        seeds: Fresh seeds of each contender at its best learning rate.
+    """
+
+    title: str
+    paper: str
+    task: str
+    shared: Mapping[str, Any]
+    contenders: Mapping[str, Contender]
+    reference: str
+    measure: Measure
+    seeds: int = 3
+
+
+def _sgd(paper: str = "", rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4), **settings: Any) -> Contender:
+    return Contender(settings={"optimizer": "sgd", "options": {"momentum": 0.9}, **settings}, rates=rates, paper=paper)
+
+
+def _adam(paper: str = "") -> Contender:
+    return Contender(settings={"optimizer": "adam"}, rates=(1e-3, 2e-3, 4e-3, 8e-3), paper=paper)
+
+
+def _curvature(name: str, paper: str = "", rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4), **more: Any) -> Contender:
+    """Return SGD with momentum beside a curvature, with Pauloski's KL clip and a damping of 0.03."""
+    beside = {"curvature": name, "damping": 3e-2, "kl_clip": 1e-3, "factors": 1, "inverses": 10}
+    return _sgd(paper, rates, **{**beside, **more})
+
+
+# The residual network and three convolutions on 2,048 glyphs.
+_GLYPHS = {"epochs": 12, "batch_size": 64, "schedule": "cosine", "warmup": 19}
+_SMALL = {"epochs": 10, "batch_size": 64, "schedule": "cosine", "warmup": 12}
+_FOUR_RANKS = {"workers": 4}
+
+
+def _by_ranks(name: str, placement: str, papers: Mapping[int, str]) -> dict[str, Contender]:
+    return {
+        f"{name}, {ranks} ranks": _curvature(
+            "kfac", papers.get(ranks, ""), form="eigen", placement=placement, workers=ranks
+        )
+        for ranks in (2, 4)
+    }
+
+
+FIGURES: Mapping[str, Figure] = {
+    "pauloski-figure-5": Figure(
+        title="Pauloski 2022, figure 5 and table 5: epochs to the first-order accuracy",
+        paper="ResNet-50, ImageNet, 64 GPUs",
+        task="resnet20-cifar10",
+        shared=_GLYPHS,
+        contenders={
+            "SGD": _sgd("1"),
+            "K-FAC": _curvature("kfac", "0.57 (43 of 76)", form="eigen"),
+        },
+        reference="SGD",
+        measure="epochs",
+    ),
+    "pauloski-table-1": Figure(
+        title="Pauloski 2022, table 1: eigendecompositions and inverses",
+        paper="ResNet-32, CIFAR-10, accuracy in % at batches of 256, 512 and 1,024",
+        task="3c1f-cifar10",
+        shared=_SMALL,
+        contenders={
+            f"{name}, batch {batch}": _curvature("kfac", paper, form=form, batch_size=batch)
+            for batch, papers in ((64, ("92.76", "92.58")), (128, ("92.90", "92.36")), (256, ("92.92", "91.71")))
+            for (name, form), paper in zip((("eigen", "eigen"), ("inverse", "inverse")), papers, strict=True)
+        },
+        reference="eigen, batch 64",
+        measure="metric",
+    ),
+    "pauloski-table-2": Figure(
+        title="Pauloski 2022, table 2 and figure 4: K-FAC and SGD on several ranks, 64 samples on each",
+        paper="ResNet-32, CIFAR-10, accuracy in % on 1, 2 and 4 GPUs",
+        task="3c1f-cifar10",
+        shared=_SMALL,
+        contenders={
+            **{
+                f"SGD, {ranks} x 64": _sgd(paper, workers=ranks, batch_size=64 * ranks)
+                for ranks, paper in ((1, "92.76"), (2, "92.77"), (4, "92.58"))
+            },
+            **{
+                f"K-FAC, {ranks} x 64": _curvature("kfac", paper, form="eigen", workers=ranks, batch_size=64 * ranks)
+                for ranks, paper in ((1, "92.93"), (2, "92.76"), (4, "92.90"))
+            },
+        },
+        reference="SGD, 1 x 64",
+        measure="metric",
+    ),
+    "pauloski-table-5": Figure(
+        title="Pauloski 2022, table 5 and figure 6: steps between decompositions",
+        paper="ResNet-50, ImageNet, accuracy in % with SGD and every 100, 500 and 1,000 of 40,000 steps",
+        task="resnet20-cifar10",
+        shared=_GLYPHS,
+        contenders={
+            "SGD": _sgd("76.2"),
+            **{
+                f"every {steps} of 384 steps": _curvature(
+                    "kfac", paper, form="eigen", factors=max(1, steps // 10), inverses=steps
+                )
+                for steps, paper in ((10, "76.2"), (50, "76.1"), (100, "75.5"))
+            },
+        },
+        reference="SGD",
+        measure="metric",
+    ),
+    "hylo-figure-4": Figure(
+        title="HyLo 2022, figure 4b: time to the target on one GPU",
+        paper="3C1F, Fashion-MNIST: HyLo up to 3 times as fast as K-FAC and EKFAC, which miss its accuracy by 0.95 %",
+        task="3c1f-cifar10",
+        shared=_SMALL,
+        contenders={
+            "K-FAC": _curvature("kfac", "1", form="inverse"),
+            "EKFAC": _curvature("ekfac", "1"),
+            "HyLo": _curvature("hylo", "0.33 at best", curvature_options={"rank": 0.1}),
+            "SGD": _sgd(),
+            "Adam": _adam(),
+        },
+        reference="K-FAC",
+        measure="seconds",
+    ),
+    "hylo-figure-6": Figure(
+        title="HyLo 2022, figure 6: epochs to the target",
+        paper="ResNet-32, CIFAR-10, 32 GPUs: HyLo above K-FAC and SGD at each epoch",
+        task="resnet20-cifar10",
+        shared=_GLYPHS,
+        contenders={
+            "SGD": _sgd(),
+            "K-FAC": _curvature("kfac", form="eigen"),
+            "HyLo": _curvature("hylo", curvature_options={"rank": 0.1}),
+        },
+        reference="SGD",
+        measure="epochs",
+    ),
+    "hylo-table-3": Figure(
+        title="HyLo 2022, table III: switching by the gradient, and at random",
+        paper="ResNet-32, CIFAR-10, accuracy in % (and in 0.52 of the time of random switching)",
+        task="3c1f-cifar10",
+        shared=_SMALL,
+        contenders={
+            name: _curvature("hylo", paper, curvature_options={"rank": 0.1, "method": method})
+            for name, method, paper in (
+                ("HyLo", "switch", "92.32"),
+                ("random", "random", "91.68"),
+                ("KID", "kid", ""),
+                ("KIS", "kis", ""),
+            )
+        },
+        reference="HyLo",
+        measure="metric",
+    ),
+    "dp-kfac-table-3": Figure(
+        title="DP-KFAC 2022, table 3 and figure 9: accuracy at the same global batch",
+        paper="ResNet-110, CIFAR-10, 4 GPUs, accuracy in %",
+        task="3c1f-cifar10",
+        shared={**_SMALL, "batch_size": 128},
+        contenders={
+            "SGD": _sgd("93.25"),
+            "K-FAC, 1 rank": _curvature("kfac", form="eigen"),
+            **_by_ranks("K-FAC", "comm-opt", {4: "93.89"}),
+            **_by_ranks("DP-KFAC", "dp", {4: "93.99"}),
+        },
+        reference="K-FAC, 1 rank",
+        measure="metric",
+    ),
+    "dp-kfac-table-6": Figure(
+        title="DP-KFAC 2022, table 6: samples on each of 4 ranks",
+        paper="ResNet-110, CIFAR-10, accuracy in % with 32, 64 and 128 samples on each of 4 GPUs",
+        task="3c1f-cifar10",
+        shared={**_SMALL, **_FOUR_RANKS},
+        contenders={
+            f"{name}, {local} samples": _curvature("kfac", paper, form="eigen", placement=place, batch_size=4 * local)
+            for local, papers in ((4, ("93.84", "94.03")), (16, ("93.95", "94.04")), (64, ("94.00", "94.02")))
+            for (name, place), paper in zip((("K-FAC", "comm-opt"), ("DP-KFAC", "dp")), papers, strict=True)
+        },
+        reference="K-FAC, 16 samples",
+        measure="metric",
+    ),
+    "dp-kfac-figure-11": Figure(
+        title="DP-KFAC 2022, figure 11: damping and steps between updates, 4 ranks, 32 samples on each",
+        paper="ResNet-110, CIFAR-10, 4 GPUs, mean accuracy of 16 settings: K-FAC 94.07, DP-KFAC 94.05 %",
+        task="3c1f-cifar10",
+        shared={**_SMALL, **_FOUR_RANKS, "batch_size": 128},
+        contenders={
+            f"{name}, damping {damping:g}, every {steps}": _curvature(
+                "kfac", form="eigen", placement=placement, damping=damping, factors=steps, inverses=steps
+            )
+            for damping in (3e-3, 3e-2, 3e-1)
+            for steps in (1, 10)
+            for name, placement in (("K-FAC", "comm-opt"), ("DP-KFAC", "dp"))
+        },
+        reference="K-FAC, damping 0.03, every 1",
+        measure="metric",
+    ),
+    "daso-table-2": Figure(
+        title="DASO 2021, table 2 and figure 6: accuracy by B and S, 2 nodes of 2 ranks",
+        paper="ResNet-50, ImageNet, 8 nodes of 4 GPUs, accuracy in %",
+        task="3c1f-cifar10",
+        shared={**_SMALL, **_FOUR_RANKS, "epochs": 20},
+        contenders={
+            "all ranks, each step": _sgd(),
+            **{
+                f"B = {between}, S = {wait}": _sgd(
+                    paper,
+                    averaging="daso",
+                    nodes=2,
+                    averaging_options={
+                        "batches_between": between,
+                        "batches_to_wait": wait,
+                        "warmup_epochs": 2,
+                        "cooldown_epochs": 2,
+                    },
+                )
+                for between, wait, paper in ((1, 0, "76.77"), (4, 1, "75.83"), (8, 4, "74.61"), (16, 4, "73.18"))
+            },
+        },
+        reference="all ranks, each step",
+        measure="metric",
+    ),
+}
+
+# What other benchmarks show, and what cannot be run on two processors.
+ELSEWHERE: Mapping[str, str] = {
+    "Pauloski 2022, figure 7 (time by stage)": "the ranges of `natgrad.step` in torch's profiler",
+    "Pauloski 2022, figures 8 and 9 (scaling to 256 GPUs)": "needs GPUs on several machines",
+    "Pauloski 2022, tables 3 and 4 (BERT, SQuAD)": "`natgrad train bert-pretraining`, `bert-squad`: days here",
+    "Pauloski 2022, table 6 (Mask R-CNN)": "`natgrad train maskrcnn-coco --target 0.377`: days here",
+    "Osawa 2019, figures 2 and 4 (time, bytes)": "`python -m benchmarks.placement`",
+    "Osawa 2019, table 1 and figure 3 (large batches)": "`python -m benchmarks.large_batch`",
+    "Osawa 2019, figure 5 (drift of factors)": "`natgrad analyze --figures drift`",
+    "HyLo 2022, figures 10 to 12 (rank, norms, errors)": "`natgrad analyze --figures rank,switch,error`",
+    "HyLo 2022, figures 7 to 9 (time by stage, speedup)": "needs many GPUs; `python -m benchmarks.curvature` has steps",
+    "HyLo 2022, table IV (memory)": "`python -m benchmarks.memory`",
+    "DP-KFAC 2022, tables 4, 5 and 7, figures 7, 8, 10 and 12 (time, memory)": "`python -m benchmarks.placement`",
+    "DASO 2021, figures 6 and 7 (time on several nodes)": "`python -m benchmarks.daso` through two_nodes.sh",
+}
