@@ -213,6 +213,15 @@ def training(job, stop=lambda: False, save=None):
         return Training(job.resolved(), ALONE, observer=Silent(), stop=stop, save=save)
 
 
+def test_natural_muon_knows_the_layers_nearest_to_the_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr("natgrad.tasks.detection._mask_rcnn", lambda classes, backbone: detector().network.float())
+    folders.coco(tmp_path)
+    run = training(Job(task="maskrcnn-coco", data=str(tmp_path), task_options={"readers": 0}, batch_size=3, steps=1))
+    moved = {row.parameter: row.curvature for row in run.preconditioner.explain().rows}
+    assert run.run().status == "finished"
+    assert {name for name, curvature in moved.items() if not curvature} >= {f"{name}.weight" for name in TASK.outputs}
+
+
 @pytest.mark.parametrize("curvature", ["none", "kfac"])
 def test_an_interrupted_run_on_a_folder_equals_a_whole_one(tmp_path, monkeypatch, curvature):
     monkeypatch.setattr("natgrad.tasks.detection._mask_rcnn", lambda classes, backbone: detector().network.float())

@@ -44,6 +44,13 @@ class Detection(FileApplication):
     }
     # Pauloski et al. 2022, 6.3.2.
     curvature_layers: ClassVar[tuple[str, ...]] = tuple(reduction)
+    outputs: ClassVar[tuple[str, ...]] = (
+        "network.rpn.head.cls_logits",
+        "network.rpn.head.bbox_pred",
+        "network.roi_heads.box_predictor.cls_score",
+        "network.roi_heads.box_predictor.bbox_pred",
+        "network.roi_heads.mask_predictor.mask_fcn_logits",
+    )
     likelihood: ClassVar[None] = None
     batch_size: ClassVar[int] = 16
     evaluation_batch: ClassVar[int] = 4
