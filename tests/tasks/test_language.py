@@ -2,7 +2,9 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -126,6 +128,24 @@ def test_tokens_are_those_of_the_text_and_are_written_once(
     for options in ({}, {"vocabulary_size": 310}):
         with pytest.raises(AssertionError):
             task("bert-pretraining", tmp_path, **options).corpus(word_pieces=True)
+
+
+def test_processes_that_need_the_tokens_at_once_wait_for_one(
+    tmp_path: Path, pretraining: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cached = vocabulary.train_word_pieces
+
+    def slowly(segments: Any, size: int) -> Any:
+        sleep(0.5)
+        return cached(segments, size=size)
+
+    monkeypatch.setattr(vocabulary, "train_word_pieces", slowly)
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(task("bert-pretraining", tmp_path).corpus, word_pieces=True) for _ in range(3)]
+    first, *others = (each.result().tokens for each in loads)
+    assert all(np.array_equal(first, tokens) for tokens in others)
+    assert capfd.readouterr().err.count("tokenising the text, once, into") == 1
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
 
 
 def test_lines_are_split_into_sentences_for_bert_alone(tmp_path: Path) -> None:

@@ -85,9 +85,11 @@ class Preparation:
                 self._write(Path(name))
                 return _read(Path(name))
         place = cache / self._key()
+        if place.is_dir():
+            return _read(place)
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(place.with_suffix(".lock")):
-            if not place.is_dir():
+            if not place.is_dir():  # another process may have written it meanwhile
                 print(f"tokenising the text, once, into {place} ...", file=sys.stderr, flush=True)
                 with tempfile.TemporaryDirectory(dir=cache, prefix=f"{place.name}.") as name:
                     partial = Path(name, "partial")
