@@ -105,6 +105,15 @@ def test_zhang_has_the_numbers_of_table_2():
     assert one.curvature_options == {"factor_decay": 0.95}
     rate = rates(one)
     assert [epoch for epoch in range(1, 100) if rate[epoch] < 0.5 * rate[epoch - 1]] == [35, 75, 90]
+    translation = job("zhang2022", "transformer-multi30k", epochs=30)
+    assert translation.optimizer == "adam"
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=translation.learning_rate)
+    scheduler = build_scheduler(translation, optimizer)
+    assert scheduler.get_last_lr() == pytest.approx([1e-6])
+    for _ in range(2000):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([4.5e-6])
     large = recipe.apply("zhang2022", {"task": "resnet50-imagenet", "workers": 64})
     assert (large["batch_size"], large["damping"], large["inverses"], large["factors"]) == (2048, 0.002, 500, 50)
 
