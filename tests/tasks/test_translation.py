@@ -155,7 +155,7 @@ def test_embedded_sentences_are_numbers_and_dates_in_words() -> None:
     assert numerals.pairs(2000, seed=0) == pairs
     assert len({german for german, _ in pairs}) == 2000
     train, test = tasks.get("transformer-multi30k").datasets()
-    assert (len(train), len(test)) == (6000, 300)
+    assert (len(train), len(test)) == (6000, 100)
 
 
 # --- Model, loss and metric -----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ except ImportError as error:
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first three tokens of a vocabulary: `PAD`, `FIRST` and `LAST`."""
 
-_EMBEDDED, _EMBEDDED_TEST = 6000, 300
+_EMBEDDED, _EMBEDDED_TEST = 6000, 100
 _SIZES = {"tiny": {"width": 128, "heads": 4, "inner": 256}, "base": {"width": 512, "heads": 8, "inner": 2048}}
 _SMOOTHING = 0.1
 
