@@ -31,6 +31,19 @@ def test_what_needs_no_torch_does_without(arguments):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("missing", "arguments"), [("typer", ["--help"]), ("sklearn", ["train", "digits"])])
+def test_a_missing_extra_is_one_line(tmp_path, missing, arguments):
+    script = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['natgrad', *{arguments!r}]; "
+        "from natgrad.__main__ import main; main()"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line == f"error: the command line needs {missing}, as installed by: pip install 'natgrad[tasks]'"
+
+
 _WITHOUT = """
 import sys
 from importlib.util import find_spec
