@@ -328,15 +328,26 @@ def test_without_any_picture_that_can_be_read_the_run_ends(data):
 
 
 @pytest.mark.filterwarnings("default::natgrad.NatgradWarning")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_counts_what_cannot_be_read_in_readers_and_on_all_ranks(data, workers):
+@pytest.mark.parametrize(("readers", "workers"), [(1, 1), (0, 2)])
+def test_a_run_counts_what_cannot_be_read_in_readers_and_on_all_ranks(data, readers, workers):
     for index, name in enumerate(("train/n00/red.JPEG", "train/n02/grey.jpg", "val/n01/red.JPEG")):
         os.truncate(data / name, 100 * index)
-    arguments = ("--data", data, "--set", "readers=1", "--batch-size", 4, "--optimizer", "sgd", "--epochs", 2)
-    command = ("train", "timm-imagenet", "--set", f"network={SMALL}", *arguments, "--workers", workers)
+    epochs = 2 if workers == 1 else 1
+    arguments = ("--data", data, "--set", f"readers={readers}", "--batch-size", 4, "--epochs", epochs)
+    command = (
+        "train",
+        "timm-imagenet",
+        "--set",
+        f"network={SMALL}",
+        "--optimizer",
+        "sgd",
+        *arguments,
+        "--workers",
+        workers,
+    )
     done = CliRunner().invoke(app, [str(each) for each in (*command, "--out", data / "run")])
     assert done.exit_code == 0, done.output
     points = read_points(data / "run" / "metrics.jsonl")
-    assert [(point.step, point.unreadable) for point in points] == [(3, 3), (6, 3)]
+    assert [(point.step, point.unreadable) for point in points] == [(3, 3), (6, 3)][:epochs]
     if workers == 1:  # other ranks print where the test does not read
         assert done.output.count("3 samples unreadable") == 2
