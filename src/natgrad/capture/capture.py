@@ -19,7 +19,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.calls import LayerCall, Pooled, Saved, outline
-from natgrad.capture.counts import Count, LossTerms, Reductions
+from natgrad.capture.counts import Count, LossTerms, Reductions, is_broadcast
 from natgrad.capture.forward import ForwardPasses
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.sampled import destination, differentiate_to, sources
@@ -394,6 +394,9 @@ class Capture:
         compares = self.fills and not self._sampling and self.audit.wants(name)
         draws = self._sampling == self._needs_sampled_labels(name)
         collects = self._wants(name) and draws and samples > 0 and gradient.numel() > 0
+        if collects and name in self.sums.sample_counts and is_broadcast(use):
+            self.sums.broadcast.add(name)
+            collects = False
         if inputs is None or not (collects or compares):
             return
         known = inputs.get()  # a checkpoint gives a tensor once

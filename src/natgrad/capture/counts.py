@@ -304,6 +304,17 @@ class Terms:
         )
 
 
+def is_broadcast(use: LayerCall) -> bool:
+    """Return whether the inputs of a use have one sample and positions, though the model's inputs have several samples.
+
+    So GPT-2 and BERT embed positions ``[1, T]``. The gradient is then a sum over samples, whose square depends on how
+    the batch is split.
+    """
+    layer, inputs = use.layer, use.outline
+    has_positions = inputs.ndim > 1 if layer.form == "one-hot" else _sees_positions(layer, inputs)
+    return use.batch > 1 and has_positions and layer.samples(inputs) == 1
+
+
 def _all_positions(use: LayerCall, positions: int) -> int:
     """Return the positions of a layer in a forward pass: those of one use, or of several uses that are pieces."""
     if use.forward is None or not positions:

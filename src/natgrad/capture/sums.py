@@ -293,6 +293,7 @@ class StatisticsBuffer:
 
     Attributes:
         skip_step: Device bool: the optimizer or the ``GradScaler`` skips this step on all ranks. None: neither does.
+        broadcast: The layers with uses that were left out on this rank, as their inputs are broadcast over the samples.
         basis_version: The `BlockGroup.basis_version` at the beginning of this step, by the ``id`` of the group.
     """
 
@@ -304,6 +305,7 @@ class StatisticsBuffer:
         self._members = {member.layer.name: (group, member) for group in self._groups for member in group.members}
         self.sample_counts = {name: SampleCount() for name in self._members}
         self._filled: set[str] = set()  # the layers whose sums are initialised
+        self.broadcast: set[str] = set()
         self.note_basis_versions()
         self._choose(frozenset(SIDES))
 

@@ -1,4 +1,4 @@
-"""Detect layers without usable statistics: tables not only looked up, forwards not called, statistics not finite."""
+"""Detect layers without usable statistics: used in other ways than by forward, broadcast, or not finite."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import local, own_rows
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
+from natgrad.linalg import tensor_on
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 _MISUSED = "its weight serves more than lookups"
 _UNCALLED = "its forward was never called"
 _NOT_FINITE = "its statistics have not been finite yet"
+_BROADCAST = "its input is broadcast over the samples"
 # The number of layers that a warning names.
 _NAMED = 5
 
@@ -35,6 +37,7 @@ class Inspection:
         self._looked = self._has_changed = False
         self._misused: set[str] = set()
         self._uncalled: set[str] = set()
+        self._broadcast: set[str] = set()
         self.not_finite: set[str] = set()
         self._differentiated: set[str] = set()  # layers without statistics that have a gradient
         self._warned: set[str] = set()
@@ -43,7 +46,7 @@ class Inspection:
     def reasons(self) -> dict[str, str]:
         """Why layers are not preconditioned, by layer key."""
         found = dict.fromkeys(self.not_finite, _NOT_FINITE) | dict.fromkeys(self._uncalled, _UNCALLED)
-        return found | dict.fromkeys(self._misused, _MISUSED)
+        return found | dict.fromkeys(self._misused, _MISUSED) | dict.fromkeys(self._broadcast, _BROADCAST)
 
     @property
     def looked(self) -> bool:
@@ -59,12 +62,15 @@ class Inspection:
 
         The gradient of such a row would be divided by the damping alone. The check waits for the device, so it is done
         only once, with the `sums` over all ranks. Each rank may hold a part of the gradients.
+
+        Also learn on which layers any rank has seen inputs that are broadcast over the samples.
         """
         if self.looked:
             return
         self._looked = True
         tables = [member.layer for _, member in _tables(groups)]
-        if not tables:
+        layers = [member.layer for group in groups for member in group.members]
+        if not layers or (runtime.ranks == 1 and not (tables or sums.broadcast)):
             return
         # Sums that are on other ranks are checked there.
         strays = [
@@ -73,9 +79,12 @@ class Inspection:
             else torch.zeros((), device=group.device)
             for group, member in _tables(groups)
         ]
-        found = torch.stack([stray.to(strays[0]) for stray in strays])
+        flags = tensor_on(groups[0].device, [float(layer.name in sums.broadcast) for layer in layers])
+        found = torch.cat([flags, *(stray.to(flags)[None] for stray in strays)])
         runtime.sum_(found, "counters")
-        self._misused = {layer.key for layer, stray in zip(tables, found.tolist(), strict=True) if stray > 0}
+        broadcast, strayed = found.split([len(layers), len(tables)])
+        self._broadcast = {layer.key for layer, flag in zip(layers, broadcast.tolist(), strict=True) if flag > 0}
+        self._misused = {layer.key for layer, stray in zip(tables, strayed.tolist(), strict=True) if stray > 0}
 
     def usable(
         self, groups: list[BlockGroup], seen: set[str], failures: FailureCounters, *, captured: bool
@@ -91,7 +100,7 @@ class Inspection:
                 group for group in groups if group.role.keeps_averages and group.role.assignment.sums != "alone"
             )
             received = (member.layer for group in complete for member in group.members)
-            unseen = [layer for layer in received if layer.key not in seen]
+            unseen = [layer for layer in received if layer.key not in seen | self._broadcast]
             skipped = failures.skipped_factors() if unseen else set()
             self.not_finite = {layer.key for layer in unseen} & skipped
             self._differentiated = {layer.key for layer in unseen if _has_gradient(layer)}
@@ -100,7 +109,7 @@ class Inspection:
         waiting = (
             [] if self._looked else [m.layer.key for s, m in _tables(groups) if not s.state.ready[s.members.index(m)]]
         )
-        return seen.difference(self._misused, waiting)
+        return seen.difference(self._misused, self._broadcast, waiting)
 
     def report(self) -> None:
         """Warn once of each layer, at the end of a step."""
@@ -109,6 +118,11 @@ class Inspection:
             self._misused,
             "some rows have one without any lookup. Give a functional head a layer of the same weight "
             "(head.weight = embedding.weight), and leave penalties on the weight to the optimizer",
+        )
+        self._warn(
+            self._broadcast,
+            "their input is broadcast over the samples, as positions [1, T] are, and the optimizer moves them. To "
+            "precondition them, call them with inputs of all samples, such as position_ids of shape [batch, T]",
         )
         self._warn(self._uncalled, "their layers were never called. Call the modules themselves")
         self._warn(
