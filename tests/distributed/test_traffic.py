@@ -106,7 +106,8 @@ def train_sequence(placement, form):
             sent = sum(exchange.sent(rank) for exchange in plan.exchanges()[moment])
             own[kind] = TIMES[moment] * sent * BYTES
     # Once: whether a table serves as a head, and whether there is curvature.
-    foretold["counters"] = 2 * (P - 1) * 4 * (2 if plan.columns > 1 else 1)
+    # Also once whether each layer has an input that is broadcast over the samples.
+    foretold["counters"] = 2 * (P - 1) * 4 * ((2 if plan.columns > 1 else 1) + len(plan.layers))
     table = next(work for key, work in plan.layers.items() if not work.alone)
     traffic = preconditioner.traffic()
     assert traffic.pop("audit") == pytest.approx(AUDITS * 2 * (P - 1) / P * audited(model) * BYTES, abs=1)
