@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import __main__ as papers
+from benchmarks.papers import runs
 from benchmarks.papers.figures import FIGURES, Contender, Figure
 from natgrad.training.journal import Journal
 from natgrad.training.result import Point, Result
@@ -16,7 +17,7 @@ def test_contenders_search_as_much_and_their_jobs_are_allowed(name: str) -> None
     assert figure.reference in figure.contenders
     assert len({len(contender.rates) for contender in figure.contenders.values()}) == 1
     for contender in figure.contenders.values():
-        papers.job(figure, contender, contender.rates[0], 0)
+        runs.job(figure, contender, contender.rates[0], 0)
 
 
 def result(*metrics: float, status: str = "finished") -> Result:
@@ -58,14 +59,14 @@ def test_a_ratio_is_that_of_the_interpolated_crossings() -> None:
         "gone": [result(0.1, status="diverged")] * 3,
     }
     best = {"slow": 0.1, "fast": 0.2, "never": 0.4, "gone": 0.4}
-    rows = {row.name: row for row in papers.rows(figure("epochs"), best, results)}
+    rows = {row.name: row for row in runs.rows(figure("epochs"), best, results)}
     assert rows["slow"].ratio == 1
     assert rows["fast"].ratio == pytest.approx((1 + 0.4 / 0.5) / 4)
     assert rows["never"].ratio is None
     assert rows["never"].metric == 0.4
     assert rows["gone"].metric is None
     assert [rows[name].at_edge for name in ("slow", "fast", "never")] == [True, False, True]
-    assert all(row.ratio is None for row in papers.rows(figure("metric"), best, results))
+    assert all(row.ratio is None for row in runs.rows(figure("metric"), best, results))
     cells = papers.sheet(figure("epochs"), list(rows.values())).rows
     assert cells[2][4] == "missed"
     assert cells[3][2] == "diverged"
@@ -75,9 +76,9 @@ def test_a_ratio_is_that_of_the_interpolated_crossings() -> None:
 def test_a_figure_runs_and_goes_on_from_its_journal(tmp_path: Path) -> None:
     tiny = figure("epochs")
     journal = Journal(tmp_path / "journal.jsonl")
-    found = papers.run(tiny, journal, processes=2)
+    found = runs.run(tiny, journal, processes=2)
     assert all(row.metric is not None for row in found)
     lines = (tmp_path / "journal.jsonl").read_text().splitlines()
     assert len(lines) == 3 + 3  # the contenders have the same jobs: three rates, and three seeds at the best
-    assert papers.run(tiny, Journal(tmp_path / "journal.jsonl"), processes=2) == found
+    assert runs.run(tiny, Journal(tmp_path / "journal.jsonl"), processes=2) == found
     assert (tmp_path / "journal.jsonl").read_text().splitlines() == lines
