@@ -1,6 +1,7 @@
 """Text becomes the same samples in every run: documents, sentences, pairs, masks and windows."""
 
 import json
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,8 @@ def test_documents_of_wikitext_begin_at_titles(tmp_path: Path) -> None:
         [f" = Article {number} =", f" {' '.join(lines[:4])}", " = = Section = =", f" {' '.join(lines[4:])}"]
         for number, lines in enumerate(found[4:])
     ]
+    (tmp_path / "wiki.train.tokens").write_text(" = M = \n one \n = = A = = \n two \n = X = Y = \n three \n")
+    assert len(read_all(text.read("wikitext", tmp_path)[0])) == 2
     (tmp_path / "wiki.valid.tokens").rename(tmp_path / "wiki.valid.raw")
     assert len(read_all(text.read("wikitext", tmp_path)[1])) == 3
 
@@ -270,7 +273,7 @@ def test_windows_are_the_text_one_after_the_other(tmp_path: Path, pretraining: l
     assert torch.equal(inputs["input_ids"].flatten(), whole)
     assert torch.equal(inputs["position_ids"], torch.arange(16).expand(len(train), -1))
     assert len(train) > 10 * len(test) > 0
-    with pytest.raises(DataError, match="fewer than a window"):
+    with pytest.raises(DataError, match=r"data has \d+ tokens for testing, and a window needs 1001"):
         task("gpt-pretraining", tmp_path, context=1000).datasets()
 
 
@@ -302,6 +305,15 @@ def test_a_few_steps_lower_the_loss_and_the_metric_follows(name: str) -> None:
     evaluator.reset()
     evaluator.update(exact if is_gpt else {**outputs, "words": exact}, targets)
     assert float(evaluator.compute()) == pytest.approx(1)
+
+
+def test_the_perplexity_is_finite_where_a_probability_is_not_above_zero() -> None:
+    metric, outputs, targets = gpt.Perplexity(tasks.get("gpt-wikitext").loss), torch.zeros(1, 4, 10), torch.zeros(1, 4)
+    outputs[..., 0] = 120.0
+    targets[:, 3] = 1
+    metric.update(outputs, targets.long())
+    metric.update(torch.zeros(1, 8, 10), torch.arange(8)[None])
+    assert metric.compute().item() == pytest.approx(math.exp((120 + 8 * math.log(10)) / 12))
 
 
 def test_parameters_are_as_many_as_published() -> None:

@@ -60,7 +60,9 @@ def test_both_kinds_of_files_are_read(tmp_path: Path, texts: list[str]) -> None:
     tokenizer = vocabulary.train_word_pieces(texts, 300)
     tokenizer.save(str(tmp_path / "v.json"))
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.token_to_id)
+    tokens.append("a\u2028b")  # which ends a line for `str.splitlines` alone
     (tmp_path / "vocab.txt").write_text("\n".join(tokens) + "\n")
+    assert vocabulary.read(tmp_path / "vocab.txt", ()).token_to_id(tokens[-1]) == 300
     for name in ("v.json", "vocab.txt"):
         again = vocabulary.read(tmp_path / name, vocabulary.BERT_SPECIAL)
         for line in texts[:20]:
@@ -72,6 +74,7 @@ def test_both_kinds_of_files_are_read(tmp_path: Path, texts: list[str]) -> None:
     [
         ("v.json", "{}", "v.json is no vocabulary, a JSON file of tokenizers or one token a line"),
         ("vocab.txt", "[PAD]\nthe\n", r"vocab.txt lacks the tokens \[UNK\], \[CLS\], \[SEP\], \[MASK\]"),
+        ("vocab.txt", "[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\nthe\n[MASK]\n", r"has 6 different tokens.*not 0 to 5"),
         ("vocab.txt", b"\xff\xfe", "vocab.txt is no vocabulary"),
     ],
 )

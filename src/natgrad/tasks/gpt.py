@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics.text import Perplexity
 
 from natgrad.tasks import applications
 from natgrad.tasks.applications.language import TransformerSize
 from natgrad.tasks.base import DataError, Evaluator, Samples
-from natgrad.tasks.evaluators import gather
+from natgrad.tasks.evaluators import MeanLoss
 from natgrad.tasks.language import MOST_TESTED, Language, transformers
 
 Inputs = dict[str, Tensor]
@@ -71,6 +70,15 @@ def build(size: TransformerSize, entries: int) -> Model:
     return Model(configuration)
 
 
+class Perplexity(MeanLoss):
+    """The exponential of the mean loss over all batches. Finite where a probability is below float32's least."""
+
+    def compute(self) -> Tensor:
+        """Return the perplexity, a scalar."""
+        mean: Tensor = super().compute()
+        return mean.exp()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpt(applications.Gpt, Language):
     """The data, model and loss of the task."""
@@ -82,12 +90,13 @@ class Gpt(applications.Gpt, Language):
             DataError: The text for training or testing is shorter than a window.
         """
         corpus = self.corpus(word_pieces=False)
-        parts = []
+        parts: list[Any] = []
         for documents in corpus.parts():
             first, end = (int(corpus.segments[corpus.documents[at]]) for at in (documents.start, documents.stop))
             count = (end - first - 1) // self.length
             if count < 1:
-                raise DataError(f"{self.data} has {end - first} tokens for training or testing, fewer than a window")
+                where, what = self.data or "the embedded text", "testing" if parts else "training"
+                raise DataError(f"{where} has {end - first} tokens for {what}, and a window needs {self.length + 1}")
             parts.append(first + self.length * np.arange(count))
         train, test = parts
         test = test[np.linspace(0, len(test) - 1, min(len(test), MOST_TESTED)).astype(np.int64)]
@@ -109,5 +118,4 @@ class Gpt(applications.Gpt, Language):
 
     def evaluator(self) -> Evaluator:
         """Return a metric of the perplexity."""
-        metric: Evaluator = Perplexity(dist_sync_fn=gather)
-        return metric
+        return Perplexity(self.loss)

@@ -57,7 +57,8 @@ class Transformer(nn.Module):
                 sources alone.
 
         Returns:
-            Logits [B, T, tokens]; of sources alone their translations by the most probable tokens [B, at most S + 50].
+            Logits [B, T, tokens]; of sources alone their translations by the most probable tokens, each of at
+            most 50 more than its source [B, at most S + 50].
         """
         if isinstance(inputs, Tensor):
             return self._translate(inputs)
@@ -93,11 +94,12 @@ class Transformer(nn.Module):
     def _translate(self, sources: Tensor) -> Tensor:
         encoded = self._encode(sources)
         tokens = sources.new_full((len(sources), 1), FIRST)
-        ended = torch.zeros(len(sources), dtype=torch.bool, device=sources.device)
-        for _ in range(sources.shape[1] + _MOST_BEYOND):
+        most = (sources != PAD).sum(1) + _MOST_BEYOND
+        ended = torch.zeros_like(most, dtype=torch.bool)
+        for length in range(1, sources.shape[1] + _MOST_BEYOND + 1):
             best = self.head(self._decode(tokens, *encoded)[:, -1]).argmax(-1)
             tokens = torch.cat((tokens, best.masked_fill(ended, PAD)[:, None]), dim=1)
-            ended |= best == LAST
+            ended |= (best == LAST) | (most == length)
             if ended.all():
                 break
         return tokens[:, 1:]

@@ -74,20 +74,23 @@ def read(path: Path, special: Sequence[str]) -> Tokenizer:
 
     Raises:
         ValueError: There is no such file.
-        DataError: The file is no vocabulary, or a token is missing.
+        DataError: The file is no vocabulary, a token is missing, or the tokens are not numbered from 0 on.
     """
     require(path.is_file(), "vocabulary", str(path), "an existing file")
     try:
         if path.suffix == ".json":
             tokenizer = Tokenizer.from_file(str(path))
         else:
-            tokens = path.read_text(encoding="utf-8").splitlines()
+            tokens = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
             tokenizer = _word_pieces({token: index for index, token in enumerate(tokens)})
     except Exception as error:  # tokenizers raises no other class
         raise DataError(f"{path} is no vocabulary, a JSON file of tokenizers or one token a line: {error}") from error
     missing = [token for token in special if tokenizer.token_to_id(token) is None]
     if missing:
         raise DataError(f"{path} lacks the tokens {', '.join(missing)}")
+    size = tokenizer.get_vocab_size()
+    if sorted(tokenizer.get_vocab().values()) != [*range(size)]:
+        raise DataError(f"{path} has {size} different tokens, and their numbers are not 0 to {size - 1}")
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 from natgrad.errors import require
 from natgrad.tasks.base import DataError
 
-_TITLE = re.compile("= [^=].*[^=] =")  # of an article; those of its sections have more signs
+_TITLE = re.compile("= [^=](.*[^=])? =")  # of an article; those of its sections have more signs
 
 
 @dataclass(frozen=True, kw_only=True)
