@@ -172,12 +172,12 @@ def test_a_vocabulary_in_a_file_is_used(tmp_path: Path, pretraining: list[list[s
     words.write_text("\n".join([*vocabulary.BERT_SPECIAL, *texts.WORDS, ".", "unused"]))
     given = {"vocabulary": str(words), "vocabulary_size": None}
     train = task("bert-pretraining", tmp_path, **given).datasets()[0]
-    assert train.entries == len(texts.WORDS) + 7
+    assert train.tokenizer.get_vocab_size() == len(texts.WORDS) + 7
     assert vocabulary.UNKNOWN not in train.corpus.tokenizer.decode(train.corpus.tokens.tolist())
     found = task("gpt-pretraining", tmp_path).corpus(word_pieces=False)
     found.tokenizer.save(str(tmp_path / "pairs.json"))
     pairs = {"vocabulary": str(tmp_path / "pairs.json"), "vocabulary_size": None, "context": 16}
-    assert task("gpt-pretraining", tmp_path, **pairs).datasets()[0].entries == 300
+    assert task("gpt-pretraining", tmp_path, **pairs).datasets()[0].tokenizer.get_vocab_size() == 300
     with pytest.raises(DataError, match=r"vocab.txt lacks the tokens <\|endoftext\|>"):
         task("gpt-pretraining", tmp_path, **given).datasets()
 
@@ -301,7 +301,9 @@ def test_a_few_steps_lower_the_loss_and_the_metric_follows(name: str) -> None:
     assert (values[1] < values[0]) == (task.metric.better == "lower")
     outputs = model(inputs)
     is_gpt = isinstance(targets, torch.Tensor)
-    exact = 50.0 * nn.functional.one_hot((targets if is_gpt else targets["words"]).clamp(min=0), train.entries)
+    exact = 50.0 * nn.functional.one_hot(
+        (targets if is_gpt else targets["words"]).clamp(min=0), train.tokenizer.get_vocab_size()
+    )
     evaluator.reset()
     evaluator.update(exact if is_gpt else {**outputs, "words": exact}, targets)
     assert float(evaluator.compute()) == pytest.approx(1)

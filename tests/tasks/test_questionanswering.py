@@ -321,6 +321,6 @@ def test_a_run_starts_with_the_encoder_of_a_pretraining_and_a_new_head(tmp_path:
     torch.manual_seed(3)
     model = task.model()
     head = model.qa_outputs.weight.clone()
-    load_weights(model, str(tmp_path / "run"), task.new_parameters)
+    load_weights(model, str(tmp_path / "run"), task.new_parameters, task.vocabulary_digest())
     for name, value in model.state_dict().items():
         assert torch.equal(value, head if name == "qa_outputs.weight" else pretrained.get(name, torch.zeros(2))), name

@@ -90,3 +90,19 @@ def test_the_second_phase_starts_with_the_weights_of_the_first(tmp_path):
     assert all(torch.equal(value, second["model"][name]) for name, value in first["model"].items())
     assert "preconditioner" in second
     assert [path.suffix for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [""]  # of both phases
+
+
+def test_weights_are_not_taken_over_with_another_vocabulary(tmp_path):
+    common = ["train", "gpt-pretraining", "--batch-size", 2, "--steps", 1, "--optimizer", "adamw", "--set", "size=tiny"]
+    common += ["--set", "context=16", "--set", "vocabulary_size=300", "--set", f"cache={tmp_path / 'cache'}"]
+
+    def run(*arguments):
+        return CliRunner().invoke(app, [str(each) for each in (*common, *arguments)])
+
+    for name, words in (("a", "abc abd"), ("b", "xyz xyw"), ("c", "abc abd")):
+        texts.pretraining(tmp_path / name, [[f"{words} {number}."] * 20 for number in range(len(name) + 8)])
+    assert run("--data", tmp_path / "a", "--out", tmp_path / "first").exit_code == 0
+    for data, code in (("b", 2), ("c", 0)):
+        done = run("--data", tmp_path / data, "--start-from", tmp_path / "first", "--out", tmp_path / f"of-{data}")
+        assert done.exit_code == code, done.output
+        assert ("--start-from must be a run with the same vocabulary" in done.stderr) == (code == 2)

@@ -84,6 +84,10 @@ class Task(Facts, ABC):
     def model(self) -> nn.Module:
         """Build the model, which is called with a batch of inputs, with parameters from torch's global generator."""
 
+    def vocabulary_digest(self) -> str | None:
+        """Return what tells the vocabulary of a task on text from others; here None."""
+        return None
+
     @abstractmethod
     def loss(self, outputs: Batch, targets: Batch) -> Tensor:
         """Return the training loss of a batch, a scalar averaged according to `reduction`."""

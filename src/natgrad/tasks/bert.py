@@ -19,6 +19,7 @@ from natgrad.tasks.base import Evaluator, Samples
 from natgrad.tasks.corpus import Array, Corpus
 from natgrad.tasks.evaluators import gather
 from natgrad.tasks.language import MOST_TESTED, Language, transformers
+from natgrad.tasks.vocabulary import Tokenizer
 
 Tensors = dict[str, Tensor]
 
@@ -91,10 +92,9 @@ class Pairs:
         return inputs, {"words": words, "next": following}
 
     @property
-    def entries(self) -> int:
-        """The number of tokens of the vocabulary."""
-        size: int = self.corpus.tokenizer.get_vocab_size()
-        return size
+    def tokenizer(self) -> Tokenizer:
+        """The vocabulary."""
+        return self.corpus.tokenizer
 
     @property
     def room(self) -> int:
@@ -109,7 +109,7 @@ class Pairs:
         """Return tokens, types and attention [T], positions and words of masked tokens [M], and the second text's."""
         random = np.random.default_rng((*self.draw, index))
         one, other, is_random = self._texts(index, random)
-        padding, first, last, mask = np.array([self.corpus.tokenizer.token_to_id(name) for name in _ADDED])
+        padding, first, last, mask = np.array([self.tokenizer.token_to_id(name) for name in _ADDED])
         tokens = np.full(self.length, padding)
         used = len(one) + len(other) + 3
         tokens[:used] = np.concatenate(([first], one, [last], other, [last]))
@@ -121,7 +121,7 @@ class Pairs:
         masked, words = np.zeros(self.most_masked, np.int64), np.full(self.most_masked, IGNORED)
         masked[:count] = np.sort(random.permutation(maskable)[:count])
         words[:count] = tokens[masked[:count]]
-        drawn, others = random.random(count), random.integers(self.entries, size=count)
+        drawn, others = random.random(count), random.integers(self.tokenizer.get_vocab_size(), size=count)
         changed = np.where(drawn < _REPLACED + _RANDOM, others, words[:count])
         tokens[masked[:count]] = np.where(drawn < _REPLACED, mask, changed)
         return tokens, kinds, seen, masked, words, np.array(is_random, np.int64)
@@ -231,7 +231,7 @@ class Bert(applications.Bert, Language):
     def model(self) -> nn.Module:
         """Build BERT with both heads."""
         train: Any = self.datasets()[0]
-        return build(self.dimensions, train.entries)
+        return build(self.dimensions, train.tokenizer.get_vocab_size())
 
     def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
         """Return the mean cross-entropy of the masked tokens plus that of the second texts."""
@@ -247,5 +247,5 @@ class Bert(applications.Bert, Language):
     def evaluator(self) -> Evaluator:
         """Return a metric of the accuracy of the masked tokens."""
         train: Any = self.datasets()[0]
-        metric: Evaluator = MaskedAccuracy(train.entries)
+        metric: Evaluator = MaskedAccuracy(train.tokenizer.get_vocab_size())
         return metric

@@ -15,6 +15,7 @@ from natgrad.tasks.applications.language import TransformerSize
 from natgrad.tasks.base import DataError, Evaluator, Samples
 from natgrad.tasks.evaluators import MeanLoss
 from natgrad.tasks.language import MOST_TESTED, Language, transformers
+from natgrad.tasks.vocabulary import Tokenizer
 
 Inputs = dict[str, Tensor]
 
@@ -27,13 +28,13 @@ class Windows:
         tokens: The text, [T].
         starts: The first token of each window, int64 [N].
         length: The tokens of a window.
-        entries: The number of tokens of the vocabulary.
+        tokenizer: The vocabulary.
     """
 
     tokens: np.ndarray[Any, Any]
     starts: np.ndarray[Any, Any]
     length: int
-    entries: int
+    tokenizer: Tokenizer
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -103,14 +104,14 @@ class Gpt(applications.Gpt, Language):
         shared: Any = {
             "tokens": corpus.tokens,
             "length": self.length,
-            "entries": corpus.tokenizer.get_vocab_size(),
+            "tokenizer": corpus.tokenizer,
         }
         return Windows(starts=train, **shared), Windows(starts=test, **shared)
 
     def model(self) -> nn.Module:
         """Build GPT-2, from tokens [B, T] to logits [B, T, V]."""
         train: Any = self.datasets()[0]
-        return build(self.dimensions, train.entries)
+        return build(self.dimensions, train.tokenizer.get_vocab_size())
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy in nats, the mean over all positions."""

@@ -47,6 +47,11 @@ def whole(line: str) -> list[str]:
 class Language(applications.Language, Task):
     """The text of the task."""
 
+    def vocabulary_digest(self) -> str:
+        """Return what tells the vocabulary from others."""
+        train: Any = self.datasets()[0]
+        return vocabulary.digest(train.tokenizer)
+
     def corpus(self, *, word_pieces: bool) -> Corpus:
         """Return the text in sentences and BERT's word pieces, or in lines and GPT-2's byte pairs."""
         if self.data is None:

@@ -78,12 +78,12 @@ class Questions:
     Attributes:
         questions: The questions.
         windows: The windows of each.
-        vocabulary_size: The number of different tokens.
+        tokenizer: The vocabulary.
     """
 
     questions: Sequence[Question]
     windows: Sequence[Sequence[Window]]
-    vocabulary_size: int
+    tokenizer: Tokenizer
 
     def __len__(self) -> int:
         """Return the number of questions."""
@@ -236,9 +236,7 @@ class QuestionAnswering(applications.QuestionAnswering, Task):
             windows += found
             end = question.start + len(question.answers[0])
             answers += [window.find(question.start, end) for window in found]
-        return Windows(windows, torch.tensor(answers)), Questions(
-            test, list(cut(test, tokenizer, **sizes)), tokenizer.get_vocab_size()
-        )
+        return Windows(windows, torch.tensor(answers)), Questions(test, list(cut(test, tokenizer, **sizes)), tokenizer)
 
     def _tokenizer(self, train: Sequence[Question]) -> Tokenizer:
         if self.vocabulary is not None:
@@ -246,11 +244,19 @@ class QuestionAnswering(applications.QuestionAnswering, Task):
         texts = list(dict.fromkeys(text for question in train for text in (question.context, question.text)))
         return vocabulary.train_word_pieces(texts, self.trained_vocabulary_size)
 
-    def model(self) -> nn.Module:
-        """Build BERT, which maps tokens [B, T] to logits of the first and last token of the answer [B, T, 2]."""
+    def _trained_tokenizer(self) -> Tokenizer:
         _, test = self.datasets()
         assert isinstance(test, Questions)
-        model: nn.Module = Model(configuration(applications.Bert.sizes[self.model_size], test.vocabulary_size))
+        return test.tokenizer
+
+    def vocabulary_digest(self) -> str:
+        """Return what tells the vocabulary from others."""
+        return vocabulary.digest(self._trained_tokenizer())
+
+    def model(self) -> nn.Module:
+        """Build BERT, which maps tokens [B, T] to logits of the first and last token of the answer [B, T, 2]."""
+        entries = self._trained_tokenizer().get_vocab_size()
+        model: nn.Module = Model(configuration(applications.Bert.sizes[self.model_size], entries))
         return model
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

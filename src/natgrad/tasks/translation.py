@@ -170,6 +170,10 @@ class Translation(applications.Translation, Task):
         assert isinstance(test, Sources)
         return test.tokenizer
 
+    def vocabulary_digest(self) -> str:
+        """Return what tells the vocabulary from others."""
+        return vocabulary.digest(self._trained_tokenizer())
+
     def model(self) -> nn.Module:
         """Build a Transformer, which maps sources and targets to logits, and sources alone to translations."""
         return Transformer(self._trained_tokenizer().get_vocab_size(), **_SIZES[self.model_size])

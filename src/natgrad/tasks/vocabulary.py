@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 from natgrad.errors import NatgradError, require
@@ -16,7 +18,7 @@ except ImportError as error:
         f"tasks on text need tokenizers, as installed by: pip install 'natgrad[language]' ({error})"
     ) from error
 
-__all__ = ["BERT_SPECIAL", "Tokenizer", "read", "train_byte_pairs", "train_word_pieces"]
+__all__ = ["BERT_SPECIAL", "Tokenizer", "digest", "read", "train_byte_pairs", "train_word_pieces"]
 
 PAD, UNKNOWN, FIRST, LAST, MASK = BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """BERT's special tokens; a trained vocabulary begins with them."""
@@ -94,6 +96,11 @@ def read(path: Path, special: Sequence[str]) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def digest(tokenizer: Tokenizer) -> str:
+    """Return what tells the tokens and their numbers from those of others."""
+    return sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 def _word_pieces(vocabulary: dict[str, int]) -> Tokenizer:

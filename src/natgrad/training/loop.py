@@ -129,7 +129,7 @@ class Training:
         torch.manual_seed(job.seed)
         self.model = self.task.model().to(world.device)
         if job.start_from is not None and not is_resumed:
-            load_weights(self.model, job.start_from, self.task.new_parameters)
+            load_weights(self.model, job.start_from, self.task.new_parameters, self.task.vocabulary_digest())
         mesh = node_mesh(world.device, job.nodes or 1, world.size) if job.averaging != "none" else None
         group = mesh.get_group("local") if mesh is not None else None
         if self.task.sync_norm:
@@ -276,7 +276,9 @@ class Training:
         for tensor in tensors(targets):
             content.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
             content.update(tensor.contiguous().numpy().tobytes())
-        return {"training": len(self._train), "test": len(self._test), "targets": content.hexdigest()[:16]}
+        described = {"training": len(self._train), "test": len(self._test), "targets": content.hexdigest()[:16]}
+        vocabulary = self.task.vocabulary_digest()
+        return described if vocabulary is None else {**described, "vocabulary": vocabulary}
 
     def _pass(self) -> Status:
         """Train until the end of the pass over the training set or of the run, a stop or a divergence."""

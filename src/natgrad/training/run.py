@@ -88,7 +88,7 @@ def train(job: Job, output: Output, *, resume: bool = False, own_process: bool =
         rehearse(job)
     if job.start_from is not None and is_leader and not resume:  # find what does not fit before the run
         task = job.build_task()
-        load_weights(task.model(), job.start_from, task.new_parameters)
+        load_weights(task.model(), job.start_from, task.new_parameters, task.vocabulary_digest())
     claim = (
         _claimed(output, job, resume=resume) if output.folder is not None and is_leader else nullcontext((None, None))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +17,7 @@ from .files import read_json
 _ALLOWED = "the folder of a run that has a checkpoint, or one of its checkpoints"
 
 
-def load_weights(model: nn.Module, place: str, new: Sequence[str] = ()) -> None:
+def load_weights(model: nn.Module, place: str, new: Sequence[str] = (), vocabulary: str | None = None) -> None:
     """Load the weights of another run into a model.
 
     Args:
@@ -25,13 +26,17 @@ def load_weights(model: nn.Module, place: str, new: Sequence[str] = ()) -> None:
             nodes the weights of rank 0 are loaded.
         new: Patterns of the names of the parameters that the model keeps. With any the other run may have parameters
             that the model lacks, as those of another head.
+        vocabulary: The digest of the task's vocabulary.
 
     Raises:
-        ValueError: There is no checkpoint, or its parameters have other names or shapes.
+        ValueError: There is no checkpoint, its parameters have other names or shapes, or its vocabulary is another.
         CheckpointError: The checkpoint is damaged.
     """
     state = checkpoint.read(_checkpoint(Path(place)))
     found: dict[str, Tensor] = state["model"] if "model" in state else state["ranks"]["0"]["model"]
+    samples = json.loads(state.get("samples", "null")) or {}
+    allowed = "a run with the same vocabulary; give both runs the same file with --set vocabulary=FILE"
+    require(samples.get("vocabulary") in (None, vocabulary), "start_from", place, allowed)
     wanted = model.state_dict()
     kept = {name for name in wanted if any(fnmatchcase(name, pattern) for pattern in new)}
     for name, value in wanted.items():
