@@ -75,6 +75,7 @@ def test_both_kinds_of_files_are_read(tmp_path: Path, texts: list[str]) -> None:
         ("v.json", "{}", "v.json is no vocabulary, a JSON file of tokenizers or one token a line"),
         ("vocab.txt", "[PAD]\nthe\n", r"vocab.txt lacks the tokens \[UNK\], \[CLS\], \[SEP\], \[MASK\]"),
         ("vocab.txt", "[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\nthe\n[MASK]\n", r"has 6 different tokens.*not 0 to 5"),
+        ("vocab.txt", "[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\n", r"has \[PAD\] as token 3, and must .* token 0"),
         ("vocab.txt", b"\xff\xfe", "vocab.txt is no vocabulary"),
     ],
 )

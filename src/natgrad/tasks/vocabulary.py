@@ -76,7 +76,7 @@ def read(path: Path, special: Sequence[str]) -> Tokenizer:
 
     Raises:
         ValueError: There is no such file.
-        DataError: The file is no vocabulary, a token is missing, or the tokens are not numbered from 0 on.
+        DataError: The file is no vocabulary, a token is missing, or the tokens have other numbers.
     """
     require(path.is_file(), "vocabulary", str(path), "an existing file")
     try:
@@ -90,6 +90,8 @@ def read(path: Path, special: Sequence[str]) -> Tokenizer:
     missing = [token for token in special if tokenizer.token_to_id(token) is None]
     if missing:
         raise DataError(f"{path} lacks the tokens {', '.join(missing)}")
+    if PAD in special and tokenizer.token_to_id(PAD) != 0:  # transformers leaves the row of token 0 untrained
+        raise DataError(f"{path} has {PAD} as token {tokenizer.token_to_id(PAD)}, and must have it as token 0")
     size = tokenizer.get_vocab_size()
     if sorted(tokenizer.get_vocab().values()) != [*range(size)]:
         raise DataError(f"{path} has {size} different tokens, and their numbers are not 0 to {size - 1}")
