@@ -246,6 +246,14 @@ def test_shards_can_lie_in_the_folder_itself(shards):
     assert (len(train), len(test)) == (12, 6)
 
 
+def test_archives_beside_folders_of_classes_are_left_alone(data):
+    for place in (data / "ILSVRC2012_img_train.tar", data / "ILSVRC2012_img_val.tar", data / "train" / "n00.tar"):
+        with tarfile.open(place, "w") as tar:
+            add(tar, "n00.tar", b"")
+    train, test = tasks.get("resnet18-imagenet", data=str(data)).load()
+    assert (len(train), len(test)) == (12, 6)
+
+
 def change(path, **contents):
     """Write a shard with one picture, whose members have other contents; None leaves one out."""
     picture = io.BytesIO()

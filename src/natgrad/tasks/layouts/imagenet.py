@@ -17,8 +17,8 @@ _LAYOUTS = "ImageNet has train/CLASS/PICTURE and val/CLASS/PICTURE, or shards tr
 def read(folder: Path, classes: int) -> tuple[list[Picture], list[Picture]]:
     """Return the pictures for training and testing.
 
-    They are in `train/CLASS` and `val/CLASS`, where a class has the index of its folder in the order of names, or in
-    shards `train/*.tar` and `val/*.tar`, or `*train*.tar` and `*val*.tar` in the folder itself.
+    They are in `train/CLASS` and `val/CLASS`, where a class has the index of its folder in the order of names, or, if
+    `train` has no folders, in shards `train/*.tar` and `val/*.tar`, or `*train*.tar` and `*val*.tar` in the folder.
 
     Args:
         folder: The folder.
@@ -29,8 +29,9 @@ def read(folder: Path, classes: int) -> tuple[list[Picture], list[Picture]]:
         DataError: A folder or file is missing, damaged or without pictures, or the classes of both parts differ.
     """
     require(folder.is_dir(), "data", str(folder), "an existing folder")
+    has_classes = any(place.is_dir() for place in folder.glob("train/*"))
     train, val = (sorted((folder / part).glob("*.tar")) or sorted(folder.glob(f"*{part}*.tar")) for part in _PARTS)
-    if not train and not val:
+    if has_classes or (not train and not val):
         return _read_folders(folder)
     for part, found in zip(_PARTS, (train, val), strict=True):
         if not found:
