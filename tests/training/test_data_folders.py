@@ -167,3 +167,5 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
 def test_single_samples_are_refused_where_the_model_cannot_be_trained_with_them():
     with pytest.raises(ValueError, match="batch_size=5 is not allowed: batch_size must be one with at least 2 samples"):
         Job(task="vgg16-mnist", optimizer="sgd", batch_size=5).resolved()
+    with pytest.raises(ValueError, match=r"batch_size=26 is not allowed: .* in each backward pass, also in the last"):
+        Job(task="vgg16-mnist", optimizer="sgd", batch_size=26, accumulate=2).resolved()  # two samples are left

@@ -283,7 +283,8 @@ class Job:
         last = math.ceil(samples / self.workers) % (resolved.global_batch // self.workers) or resolved.global_batch
         least = task.least_samples
         allowed = f"one with at least {least} samples in each backward pass, also in the last of an epoch of {samples}"
-        fits = min(resolved.global_batch // parts, last) >= least
+        # The batch of each rank is split into `accumulate` parts, a smaller one into at most as many as it has samples.
+        fits = min(resolved.global_batch // parts, last // min(self.accumulate, last)) >= least
         require(fits, "batch_size", resolved.batch_size, allowed)
         if self.curvature != "none" and resolved.damping is None:
             resolved = replace(resolved, damping=curvatures.default_damping(self.curvature))
