@@ -1,10 +1,12 @@
 import itertools
+import resource
 from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 
+from natgrad import tasks
 from natgrad.training.display import Silent
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
@@ -72,6 +74,25 @@ def test_batches_keep_their_structure():
     assert isinstance(inputs, tuple)
     assert [each.tolist() for each in inputs] == [[4, 2, 5], [5, 3, 6]]
     assert targets == ["text 4", "text 2", "text 5"]
+
+
+class OpenFiles(Pairs):
+    """Samples whose targets are the number of files that the process that reads them may open."""
+
+    def __getitem__(self, indices):
+        return torch.tensor(indices), [resource.getrlimit(resource.RLIMIT_NOFILE)[0]]
+
+
+def test_readers_may_open_as_many_files_as_the_system_allows(monkeypatch):
+    monkeypatch.setattr(tasks.Task, "reading_processes", 1)
+    run = training(Job(task="tabular", optimizer="adamw", steps=1))
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, most - 1), most))
+    try:
+        [(_, targets)] = run._read(OpenFiles(), [[0]])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
+    assert targets == [most]
 
 
 def test_a_run_ends_at_the_first_evaluation_that_reaches_the_target():

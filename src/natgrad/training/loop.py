@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import get_sharing_strategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
@@ -453,6 +454,8 @@ class Training:
 
     def _read(self, samples: Samples, batches: Iterable[list[int]]) -> Iterator[tuple[Batch, Batch]]:
         """Return the batches with these indices on the device of this rank, read ahead if the task asks for that."""
+        if self.task.reading_processes:
+            _allow_open_files()
         loader: DataLoader[Any] = DataLoader(
             samples,  # type: ignore[arg-type]  # any sequence will do
             batch_size=None,  # the sampler makes batches
@@ -487,6 +490,16 @@ class Training:
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _allow_open_files() -> None:
+    """Let this process and its readers open as many files as the system allows.
+
+    Each tensor from a reader is an open file: 16 batches of 16 pictures with objects exceed the usual limit of 1024.
+    """
+    if get_sharing_strategy() == "file_descriptor":
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _ignore_interrupts(process: int) -> None:
