@@ -150,7 +150,7 @@ def test_given_fields_take_the_place_of_the_recipe_and_of_what_belongs_to_it():
 
     assert values(options={"nesterov": True})["options"] == {"momentum": 0.9, "nesterov": True}
     assert "options" not in values(optimizer="adamw")
-    assert "schedule_options" not in values(schedule="cosine")
+    assert values(optimizer="SGD")["options"] == {"momentum": 0.9}
     assert "learning_rate_base_size" not in values(learning_rate=0.3)
     assert "epochs" not in values(steps=7)
     assert values(batch_size=7, workers=2)["batch_size"] == 7
@@ -158,6 +158,35 @@ def test_given_fields_take_the_place_of_the_recipe_and_of_what_belongs_to_it():
     plain = values(curvature="none")
     assert not {"damping", "layers", "form", "inverses", "kl_clip", "placement"} & set(plain)
     assert plain["schedule"] == "step"
+
+
+def test_the_warm_up_stays_with_another_schedule_and_is_given_once():
+    def values(recipe_name, task, **given):
+        found = recipe.apply(recipe_name, {"task": task, **given})
+        return found.get("warmup"), found["schedule_options"]
+
+    images = ("pauloski2022", "resnet32-cifar10")
+    assert values(*images, schedule="cosine") == (None, {"warmup_epochs": 5, "warmup_lr": 0.1})
+    steps, options = values(*images, warmup=7)
+    assert steps == 7
+    assert options == {"warmup_lr": 0.1, "milestones": [35, 75, 90], "factor": 0.1}
+    sentences = ("zhang2022", "transformer-multi30k")
+    assert values(*sentences, schedule="step") == (4000, {"warmup_lr": 1e-6})
+    assert values(*sentences, schedule_options={"warmup_epochs": 2}) == (None, {"warmup_lr": 1e-6, "warmup_epochs": 2})
+
+
+@pytest.mark.parametrize("given", [{"batch_size": 32768}, {"local_batch_size": 32, "workers": 1024}])
+def test_the_batch_of_all_ranks_decides_which_sections_fit(tmp_path, given):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[[recipe]]\ntasks = ["digits"]\nlocal_batch_size = 3\nepochs = 1\n'
+        '[[recipe]]\ntasks = ["digits"]\nwhen = {batch_size = 32768}\nepochs = 2\n'
+    )
+    values = recipe.apply(str(path), {"task": "digits", **given})
+    assert (values["batch_size"], values["epochs"]) == (32768, 2)
+    assert recipe.apply(str(path), {"task": "digits", "workers": 4}) == {
+        **{"task": "digits", "workers": 4, "batch_size": 12, "epochs": 1}
+    }
 
 
 def test_a_file_of_ones_own(tmp_path):
@@ -184,6 +213,7 @@ def test_a_file_of_ones_own(tmp_path):
         ('[[recipe]]\ntasks = "digits"', "where tasks is a list"),
         ("[[recipe]]\nepochs = 3", "whose tables have tasks"),
         ('[[recipe]]\ntasks = ["digits"]\noptions = 3', "where options is a table"),
+        ('[[recipe]]\ntasks = ["digits"]\nwhen = {worker = 8}', "one where when has no worker"),
         ('[[recipe]]\ntasks = ["digits"]\nrule = "small-batch"', "where rule is one of large-batch"),
     ],
 )

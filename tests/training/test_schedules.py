@@ -7,6 +7,7 @@ from torch import nn
 import natgrad
 from natgrad.damping import WarmUp
 from natgrad.training import checkpoint, curvatures, schedules
+from natgrad.training.build import rehearse
 from natgrad.training.display import Silent
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
@@ -73,6 +74,12 @@ def test_the_momentum_can_fall_with_the_rate():
 def test_what_is_not_allowed_is_named(name, options, named):
     with pytest.raises(ValueError, match=named):
         Job(task="digits", schedule=name, schedule_options=options)
+
+
+def test_an_optimizer_without_momentum_is_named():
+    job = Job(task="tabular", optimizer="adamw", schedule="polynomial", schedule_options={"momentum": True})
+    with pytest.raises(ValueError, match=r"schedule option momentum=True .* False for an optimizer without momentum"):
+        rehearse(job.resolved())
 
 
 def plateau(epochs, *, stop=lambda: False, save=None, **options):

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from natgrad.errors import ArgumentError, require
+from natgrad.preconditioner.create import plain_name
 
+from . import schedules
 from .job import Job, large_batch
 
 if sys.version_info >= (3, 11):
@@ -31,7 +33,6 @@ _RULES = {"large-batch": large_batch}
 # What goes with the value of a field, and is left out where another takes its place.
 _BELONGS = {
     "optimizer": ("options",),
-    "schedule": ("schedule_options",),
     "curvature": ("curvature_options", "form", "fisher", "sharing"),
     "refresh": ("refresh_options",),
     "damping_schedule": ("damping_options",),
@@ -44,8 +45,6 @@ _INSTEAD = {
     "damping": ("damping_schedule", "damping_options"),
     "epochs": ("steps",),
     "steps": ("epochs",),
-    "batch_size": ("local_batch_size",),
-    "local_batch_size": ("batch_size",),
 }
 
 # Fields that need a curvature or an averager.
@@ -90,6 +89,9 @@ def read(recipe: str) -> list[Section]:
             kind = dict if name == "when" or name.endswith("options") else list if name in ("tasks", "layers") else None
             fits = kind is None or isinstance(value, kind)
             require(fits, "recipe", recipe, f"one where {name} is a {'table' if kind is dict else 'list'}")
+        for name in section.get("when", {}):
+            known = name in (*_FIELDS, "workers")
+            require(known, "recipe", recipe, f"one where when has no {name}: it may have workers, {', '.join(_FIELDS)}")
         fits = all(isinstance(task, str) for task in section.get("tasks", [0]))
         require(fits, "recipe", recipe, "one whose tables have tasks, a list of names or fnmatch patterns")
         rule = section.get("rule")
@@ -108,16 +110,10 @@ def apply(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: There is no such recipe, it has none for the task, or a field is not allowed.
     """
-    values, rule = dict(given), None
+    given = _with_global_batch(given, given.get("workers", 1))
+    values, rule = given, None
     if recipe != "none":
         values, rule = _merged(recipe, read(recipe), given)
-    local = values.pop("local_batch_size", None)
-    if local is not None:
-        fits = type(local) is int and local >= 1
-        require(
-            fits and "batch_size" not in given, "local_batch_size", local, "a whole number >= 1, without batch_size"
-        )
-        values["batch_size"] = local * values.get("workers", 1)
     if rule is not None:
         of_the_run = ("task", "task_options", "data", "batch_size", "epochs", "steps", "workers")
         job = Job.from_json({name: values[name] for name in of_the_run if name in values})
@@ -141,31 +137,62 @@ def passes(job: Job) -> int:
 def _merged(recipe: str, sections: Sequence[Section], given: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     """Return the values of all sections for the task with the given ones in their place, and the rule."""
     task, found, rule = given.get("task"), dict[str, Any](), None
-    values = dict(given)
+    values, workers = dict(given), given.get("workers", 1)
     fitting = [section for section in sections if any(fnmatchcase(str(task), name) for name in section["tasks"])]
     tasks = list(dict.fromkeys(name for section in sections for name in section["tasks"]))
     require(fitting, "recipe", recipe, f"one for {task}; this one is for {', '.join(tasks)}")
     for section in fitting:
-        if not _holds(section.get("when", {}), {"workers": 1} | values):
+        if not _holds(section.get("when", {}), {"workers": workers} | values):
             continue
         rule = section.get("rule", rule)
         own = {name: value for name, value in section.items() if name not in ("tasks", "when", "rule")}
-        found = _overlaid(found, own)
+        found = _overlaid(found, _with_global_batch(own, workers))
         values = _overlaid(found, given)
     return values, rule
+
+
+def _with_global_batch(values: Mapping[str, Any], workers: int) -> dict[str, Any]:
+    """Return the values with `batch_size` in the place of `local_batch_size`."""
+    values = dict(values)
+    local = values.pop("local_batch_size", None)
+    if local is not None:
+        require(type(local) is int and local >= 1, "local_batch_size", local, "a whole number of at least 1")
+        require("batch_size" not in values, "local_batch_size", local, "left out where batch_size is given")
+        values["batch_size"] = local * workers
+    return values
 
 
 def _overlaid(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return both, with the values of `over` in the place of those of `under`."""
     values = dict(under)
+    if schedule := values.get("schedule_options"):
+        values["schedule_options"] = _schedule_options(schedule, values.get("schedule"), over)
+    if "warmup_epochs" in over.get("schedule_options", {}):
+        values.pop("warmup", None)
     for name, value in over.items():
-        replaced = [*_INSTEAD.get(name, ()), *(_BELONGS.get(name, ()) if values.get(name) != value else ())]
+        replaced = [*_INSTEAD.get(name, ()), *(_BELONGS.get(name, ()) if _differ(values.get(name), value) else ())]
         for other in replaced:
             values.pop(other, None)
     for name, value in over.items():
         both = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
         values[name] = {**values[name], **value} if both else value
     return values
+
+
+def _schedule_options(options: Mapping[str, Any], schedule: Any, over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are left where `over` changes the schedule or the warm-up, which all schedules have."""
+    changes = _differ(schedule, over.get("schedule", schedule))
+    kept = {name: value for name, value in options.items() if name in schedules.WARM_UP or not changes}
+    if "warmup" in over:
+        kept.pop("warmup_epochs", None)
+    return kept
+
+
+def _differ(first: Any, second: Any) -> bool:
+    """Return whether two values of a field differ; names are equal in any spelling."""
+    if isinstance(first, str) and isinstance(second, str):
+        return plain_name(first) != plain_name(second)
+    return bool(first != second)
 
 
 def _holds(when: Mapping[str, Any], values: Mapping[str, Any]) -> bool:

@@ -18,7 +18,8 @@ from .curvatures import check_milestones, options_named
 
 ScheduleName = Literal["constant", "cosine", "polynomial", "step", "plateau"]
 
-_WARM_UP = ("warmup_epochs", "warmup_lr")
+# Options that all schedules have.
+WARM_UP = ("warmup_epochs", "warmup_lr")
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "constant": (),
     "cosine": (),
@@ -115,7 +116,7 @@ def build(
     """
     options = options or {}
     require(name in get_args(ScheduleName), "schedule", name, f"one of {', '.join(get_args(ScheduleName))}")
-    allowed = (*_WARM_UP, *_OPTIONS[name])
+    allowed = (*WARM_UP, *_OPTIONS[name])
     for option in options:
         require(option in allowed, "schedule option", option, f"one of {name}'s: {', '.join(allowed)}")
     with options_named("schedule option", dict.fromkeys(allowed)):
@@ -150,7 +151,9 @@ def _build(
             threshold=threshold,
         )
     if name == "polynomial" and options.get("momentum", False):
-        require(not warmup, "momentum", options["momentum"], "False beside a warm-up")
+        require(not warmup, "momentum", True, "False beside a warm-up")
+        has_momentum = any("momentum" in group for group in optimizer.param_groups)
+        require(has_momentum, "momentum", True, "False for an optimizer without momentum")
         begin, end, power = _polynomial(options, warmup, steps, steps_per_epoch)
         return PolynomialDecay(optimizer, start=begin, end=end, power=power)
     after = _after_warm_up(name, options, warmup, steps, steps_per_epoch)
