@@ -105,8 +105,10 @@ def test_zhang_has_the_numbers_of_table_2():
     assert one.curvature_options == {"factor_decay": 0.95}
     rate = rates(one)
     assert [epoch for epoch in range(1, 100) if rate[epoch] < 0.5 * rate[epoch - 1]] == [35, 75, 90]
-    translation = job("zhang2022", "transformer-multi30k", epochs=30)
-    assert translation.optimizer == "adam"
+    answers = job("zhang2022", "bert-squad", workers=8).resolved()
+    assert (answers.learning_rate, answers.batch_size, answers.epochs) == (pytest.approx(8 * 5e-6), 32, 3)
+    translation = job("zhang2022", "transformer-multi30k", epochs=30, workers=8).resolved()
+    assert (translation.optimizer, translation.batch_size) == ("adam", 128)
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=translation.learning_rate)
     scheduler = build_scheduler(translation, optimizer)
     assert scheduler.get_last_lr() == pytest.approx([1e-6])
@@ -121,8 +123,8 @@ def test_zhang_has_the_numbers_of_table_2():
 def test_hylo_and_daso_have_the_numbers_of_the_papers():
     hylo = recipe.apply("hylo2022", {"task": "resnet50-imagenet", "workers": 64})
     assert (hylo["batch_size"], hylo["epochs"], hylo["curvature_options"]["rank"]) == (80 * 64, 50, 0.1)
-    daso = job("daso2021", "resnet50-imagenet", **NODES, batch_size=512).resolved()
-    assert daso.learning_rate == pytest.approx(0.2)
+    daso = job("daso2021", "resnet50-imagenet", workers=16, nodes=4).resolved()
+    assert (daso.learning_rate, daso.batch_size) == (pytest.approx(0.2), 512)
     assert (daso.epochs, daso.options) == (90, {"momentum": 0.9, "weight_decay": 1e-4})
     assert (daso.schedule, daso.schedule_options["factor"], daso.schedule_options["patience"]) == ("plateau", 0.5, 5)
     assert (daso.averaging_options["batches_between"], daso.averaging_options["batches_to_wait"]) == (4, 1)

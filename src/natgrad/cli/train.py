@@ -73,7 +73,9 @@ def train(
     ] = None,
     lr_base_size: Annotated[
         int | None,
-        typer.Option(help="Batch that --lr is for: times --batch-size / this.", rich_help_panel=_RATE),
+        typer.Option(
+            help="Batch that --lr is for: --lr is multiplied by the batch size / this.", rich_help_panel=_RATE
+        ),
     ] = None,
     schedule: Annotated[
         str, typer.Option(help="constant, cosine, polynomial, step or plateau.", rich_help_panel=_RATE)
@@ -94,11 +96,15 @@ def train(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),
     ] = None,
-    form: Annotated[str | None, typer.Option(help="Of K-FAC: eigen, inverse ...", rich_help_panel=_CURVATURE)] = None,
-    fisher: Annotated[
-        str | None, typer.Option(help="empirical, the default, or sampled.", rich_help_panel=_CURVATURE)
+    form: Annotated[
+        str | None, typer.Option(help="Form of K-FAC: eigen, inverse ...", rich_help_panel=_CURVATURE)
     ] = None,
-    sharing: Annotated[str | None, typer.Option(help="Of K-FAC: expand or reduce.", rich_help_panel=_CURVATURE)] = None,
+    fisher: Annotated[
+        str | None, typer.Option(help="Fisher: empirical, the default, or sampled.", rich_help_panel=_CURVATURE)
+    ] = None,
+    sharing: Annotated[
+        str | None, typer.Option(help="Shared weights in K-FAC: expand or reduce.", rich_help_panel=_CURVATURE)
+    ] = None,
     layers: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,9 +114,15 @@ def train(
         ),
     ] = None,
     norm_form: Annotated[
-        str | None, typer.Option(help="Of norm layers: full, unit or diag.", rich_help_panel=_CURVATURE)
+        str | None, typer.Option(help="Form for norm layers: full, unit or diag.", rich_help_panel=_CURVATURE)
     ] = None,
-    placement: Annotated[str, typer.Option(help="Where the work is done.", rich_help_panel=_CURVATURE)] = "auto",
+    placement: Annotated[
+        str,
+        typer.Option(
+            help="auto, comm-opt, mem-opt, hybrid:FRACTION, reduce-scatter, dp, pipelined or background.",
+            rich_help_panel=_CURVATURE,
+        ),
+    ] = "auto",
     precision: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,7 +132,11 @@ def train(
         ),
     ] = None,
     gradients: Annotated[
-        str, typer.Option(help="averaged, or reduce: by the preconditioner.", rich_help_panel=_CURVATURE)
+        str,
+        typer.Option(
+            help="Averaging of gradients: averaged by DDP, or reduce: by the preconditioner.",
+            rich_help_panel=_CURVATURE,
+        ),
     ] = "averaged",
     factors: Annotated[int, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE)] = 1,
     inverses: Annotated[int, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE)] = 10,
@@ -159,21 +175,28 @@ def train(
     norm_damping: Annotated[
         float, typer.Option(help="Factor of the damping for norm layers.", rich_help_panel=_CURVATURE)
     ] = 1.0,
-    kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
-    mixup: Annotated[float, typer.Option(help="α of running mixup.", rich_help_panel=_LARGE)] = 0.0,
-    erasing: Annotated[float, typer.Option(help="Share of images that are erased.", rich_help_panel=_LARGE)] = 0.0,
+    kl_clip: Annotated[float, typer.Option(help="κ of the KL clip; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
+    mixup: Annotated[float, typer.Option(help="α of running mixup; 0: off.", rich_help_panel=_LARGE)] = 0.0,
+    erasing: Annotated[float, typer.Option(help="Probability of random erasing.", rich_help_panel=_LARGE)] = 0.0,
     centred_decay: Annotated[
-        float, typer.Option(help="Weight decay, 1 for norm weights, as a share of the damping.", rich_help_panel=_LARGE)
+        float,
+        typer.Option(
+            help="Weight decay to 0, of norm weights to 1, as a share of the damping.", rich_help_panel=_LARGE
+        ),
     ] = 0.0,
     rescale_weights: Annotated[
-        bool, typer.Option("--rescale-weights", help="Weights of a fixed norm.", rich_help_panel=_LARGE)
+        bool,
+        typer.Option(
+            "--rescale-weights", help="Rescale weights to a fixed norm after each step.", rich_help_panel=_LARGE
+        ),
     ] = False,
     averaging: Annotated[
         str,
         typer.Option(help="none or daso.", rich_help_panel=_AVERAGING),
     ] = "none",
     nodes: Annotated[
-        int | None, typer.Option(help="Default: the launcher's; more are emulated.", rich_help_panel=_AVERAGING)
+        int | None,
+        typer.Option(help="Number of nodes; default: the launcher's. More are emulated.", rich_help_panel=_AVERAGING),
     ] = None,
     batches_between: Annotated[
         int | None, typer.Option(help="B, batches from one message to the next.", rich_help_panel=_AVERAGING)
@@ -181,10 +204,19 @@ def train(
     batches_to_wait: Annotated[
         int | None, typer.Option(help="S, batches from a message to its use.", rich_help_panel=_AVERAGING)
     ] = None,
-    merge: Annotated[str | None, typer.Option(help="delta or paper.", rich_help_panel=_AVERAGING)] = None,
-    warmup_epochs: Annotated[float | None, typer.Option(help="Blocking.", rich_help_panel=_AVERAGING)] = None,
-    cooldown_epochs: Annotated[float | None, typer.Option(help="Blocking.", rich_help_panel=_AVERAGING)] = None,
-    wire: Annotated[str | None, typer.Option(help="none, bfloat16 or float16.", rich_help_panel=_AVERAGING)] = None,
+    merge: Annotated[
+        str | None, typer.Option(help="How parameters are merged: delta or paper.", rich_help_panel=_AVERAGING)
+    ] = None,
+    warmup_epochs: Annotated[
+        float | None, typer.Option(help="First epochs, with blocking averages.", rich_help_panel=_AVERAGING)
+    ] = None,
+    cooldown_epochs: Annotated[
+        float | None, typer.Option(help="Last epochs, with blocking averages.", rich_help_panel=_AVERAGING)
+    ] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(help="Dtype of blocking averages: none, bfloat16 or float16.", rich_help_panel=_AVERAGING),
+    ] = None,
     duty: Annotated[str | None, typer.Option(help="rotating or sharded.", rich_help_panel=_AVERAGING)] = None,
     averaging_option: Annotated[
         list[str] | None,
@@ -193,13 +225,17 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
     steps: Annotated[int | None, typer.Option(help="In place of --epochs.", rich_help_panel=_RUN)] = None,
     target: Annotated[
-        float | None, typer.Option(help="Stop at the first evaluation that reaches it.", rich_help_panel=_RUN)
+        float | None, typer.Option(help="Value of the metric at which the run ends.", rich_help_panel=_RUN)
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Over all ranks.", rich_help_panel=_RUN)] = None,
-    local_batch_size: Annotated[int | None, typer.Option(help="Of each rank, instead.", rich_help_panel=_RUN)] = None,
-    accumulate: Annotated[int, typer.Option(help="Backward passes a step.", rich_help_panel=_RUN)] = 1,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples per step over all ranks.", rich_help_panel=_RUN)
+    ] = None,
+    local_batch_size: Annotated[
+        int | None, typer.Option(help="Samples per step of each rank, in its place.", rich_help_panel=_RUN)
+    ] = None,
+    accumulate: Annotated[int, typer.Option(help="Backward passes per step.", rich_help_panel=_RUN)] = 1,
     workers: Annotated[int, typer.Option(help="Ranks to start on this machine.", rich_help_panel=_RUN)] = 1,
-    seed: Annotated[int, typer.Option(help="Of parameters, order and noise.", rich_help_panel=_RUN)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of parameters, order and noise.", rich_help_panel=_RUN)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_RUN)] = "auto",
     set_: Annotated[
         list[str] | None,
@@ -217,7 +253,7 @@ def train(
         Path | None, typer.Option(help="Continue the run in this folder.", rich_help_panel=_OUTPUT)
     ] = None,
     checkpoint_seconds: Annotated[
-        float, typer.Option(help="Least time between checkpoints.", rich_help_panel=_OUTPUT)
+        float, typer.Option(help="Least seconds between checkpoints.", rich_help_panel=_OUTPUT)
     ] = 30.0,
 ) -> None:
     """Train TASK, alone or on several ranks; Ctrl-C saves a checkpoint and ends."""
