@@ -133,7 +133,7 @@ def test_a_vocabulary_that_begins_otherwise_is_refused(tmp_path: Path) -> None:
         ({"split": "train"}, "split='train'.*val, test"),
         ({"vocabulary": 3}, "vocabulary=3"),
         ({"vocabulary_size": 0}, "vocabulary_size=0"),
-        ({"vocabulary_size": 10, "vocabulary": "v.json"}, "vocabulary_size=10.*left out with vocabulary"),
+        ({"vocabulary_size": 400, "vocabulary": "v.json"}, "vocabulary_size=400.*left out where vocabulary"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, object], named: str) -> None:

@@ -60,15 +60,16 @@ class Language(applications.Language, Task):
         else:
             train, test = read(self.source, Path(self.data))
         needed = vocabulary.BERT_SPECIAL if word_pieces else (END,)
+        size = self.trained_vocabulary_size
         if self.vocabulary is not None:
             path = Path(self.vocabulary)
             known = vocabulary.read(path, needed)
             name, vocabulary_of = sha256(path.read_bytes()).hexdigest(), lambda segments: known
         elif word_pieces:
-            name, vocabulary_of = f"{self.tokens} word pieces", partial(vocabulary.train_word_pieces, size=self.tokens)
+            name, vocabulary_of = f"{size} word pieces", partial(vocabulary.train_word_pieces, size=size)
         else:
-            train_pairs: Any = partial(vocabulary.train_byte_pairs, size=self.tokens, special=needed)
-            name, vocabulary_of = f"{self.tokens} byte pairs", train_pairs
+            train_pairs: Any = partial(vocabulary.train_byte_pairs, size=size, special=needed)
+            name, vocabulary_of = f"{size} byte pairs", train_pairs
         return Preparation(
             train=train,
             test=test,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from natgrad.errors import require
-from natgrad.tasks.applications.base import Application, Architecture, Source
-from natgrad.tasks.applications.language import Bert
-from natgrad.tasks.facts import Metric, Reduction, at_least
+from natgrad.tasks.applications.base import Architecture, Source
+from natgrad.tasks.applications.language import Bert, SubwordApplication
+from natgrad.tasks.facts import Metric, Reduction
 
 _POSITIONS = 512  # of BERT
 _SHORTEST = 16  # tokens, a quarter of them for the question
@@ -17,46 +17,7 @@ _METRICS = {"f1": "F1", "exact-match": "exact match"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Text(Application):
-    """An application whose models read subwords.
-
-    Attributes:
-        size: The size of the model, one of `sizes`; None: "tiny" on embedded data, else "base".
-        vocabulary: A file of the vocabulary; None: one is trained on the training set.
-        vocabulary_size: Tokens of a trained vocabulary; None: few on embedded data, else the paper's number.
-    """
-
-    sizes: ClassVar[tuple[str, ...]]
-    usual_vocabularies: ClassVar[tuple[int, int]]  # on embedded and on other data
-    likelihood: ClassVar[None] = None
-
-    size: str | None = None
-    vocabulary: str | None = None
-    vocabulary_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        allowed = f"one of {', '.join(self.sizes)}"
-        require(self.size is None or self.size in self.sizes, "size", self.size, allowed)
-        fits = self.vocabulary is None or (isinstance(self.vocabulary, str) and self.vocabulary)
-        require(fits, "vocabulary", self.vocabulary, "the path (a string) of a file")
-        if self.vocabulary_size is not None:
-            at_least(1, vocabulary_size=self.vocabulary_size)
-            require(self.vocabulary is None, "vocabulary_size", self.vocabulary_size, "left out with vocabulary")
-
-    @property
-    def model_size(self) -> str:
-        """The size of the model."""
-        return self.size or ("tiny" if self.data is None else "base")
-
-    @property
-    def trained_vocabulary_size(self) -> int:
-        """Tokens of a trained vocabulary."""
-        return self.vocabulary_size or self.usual_vocabularies[self.data is not None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuestionAnswering(_Text):
+class QuestionAnswering(SubwordApplication):
     """Answers to questions, each a part of a text.
 
     Attributes:
@@ -72,8 +33,10 @@ class QuestionAnswering(_Text):
         "squad": Source(title="SQuAD 1.1", layout="train-v1.1.json and dev-v1.1.json", embedded="documentation")
     }
     embedded: ClassVar[Mapping[str, Source]] = {"documentation": Source(title="embedded documentation", epochs=6)}
-    sizes: ClassVar[tuple[str, ...]] = tuple(Bert.sizes)
+    sizes: ClassVar[Collection[str]] = tuple(Bert.sizes)
+    usual_size: ClassVar[str] = "base"
     usual_vocabularies: ClassVar[tuple[int, int]] = (2000, 30522)
+    likelihood: ClassVar[None] = None
     batch_size: ClassVar[int] = 32
     evaluation_batch: ClassVar[int] = 64
     outputs: ClassVar[tuple[str, ...]] = ("qa_outputs",)
@@ -108,7 +71,7 @@ class QuestionAnswering(_Text):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Translation(_Text):
+class Translation(SubwordApplication):
     """Translated sentences.
 
     Attributes:
@@ -129,8 +92,10 @@ class Translation(_Text):
         )
     }
     embedded: ClassVar[Mapping[str, Source]] = {"numerals": Source(title="embedded dates and numbers", epochs=5)}
-    sizes: ClassVar[tuple[str, ...]] = ("tiny", "base")
+    sizes: ClassVar[Collection[str]] = ("tiny", "base")
+    usual_size: ClassVar[str] = "base"
     usual_vocabularies: ClassVar[tuple[int, int]] = (600, 10000)
+    likelihood: ClassVar[None] = None
     reduction: ClassVar[Reduction] = "tokens"
     metric: ClassVar[Metric] = Metric(name="BLEU", better="higher")
     batch_size: ClassVar[int] = 128

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -13,7 +13,6 @@ from natgrad.tasks.applications.base import Application, Architecture, Source
 from natgrad.tasks.facts import Metric, Reduction, at_least
 
 _LEAST_VOCABULARY = 300  # special tokens and 256 bytes
-_TINY_VOCABULARY = 1024
 _PHASES = {1: (128, 20), 2: (512, 80)}
 
 
@@ -33,13 +32,50 @@ class TransformerSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Language(Application):
+class SubwordApplication(Application):
+    """An application whose models read subwords.
+
+    Attributes:
+        size: The size of the model, one of `sizes`; None: "tiny" on embedded data, else `usual_size`.
+        vocabulary: A file with the vocabulary; None: it is trained on the text for training.
+        vocabulary_size: The number of tokens of a trained vocabulary; None: the first of `usual_vocabularies` on
+            embedded data, else the second.
+    """
+
+    sizes: ClassVar[Collection[str]]
+    usual_size: ClassVar[str]
+    usual_vocabularies: ClassVar[tuple[int, int]]
+
+    size: str | None = None
+    vocabulary: str | None = None
+    vocabulary_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.size is None or self.size in self.sizes, "size", self.size, f"one of {', '.join(self.sizes)}")
+        fits = self.vocabulary is None or (isinstance(self.vocabulary, str) and self.vocabulary)
+        require(fits, "vocabulary", self.vocabulary, "a path (a string)")
+        if self.vocabulary_size is not None:
+            at_least(_LEAST_VOCABULARY, vocabulary_size=self.vocabulary_size)
+            allowed = "left out where vocabulary is given"
+            require(self.vocabulary is None, "vocabulary_size", self.vocabulary_size, allowed)
+
+    @property
+    def model_size(self) -> str:
+        """The size of the model."""
+        return self.size or ("tiny" if self.data is None else self.usual_size)
+
+    @property
+    def trained_vocabulary_size(self) -> int:
+        """The number of tokens of a trained vocabulary."""
+        return self.vocabulary_size or self.usual_vocabularies[self.data is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Language(SubwordApplication):
     """Words of a text from others.
 
     Attributes:
-        size: The size of the model, one of `sizes`; None: "tiny" on embedded text, else that of the paper.
-        vocabulary: A file with the vocabulary; None: it is trained on the text.
-        vocabulary_size: The number of tokens of a trained vocabulary; None: 1024 on embedded text, else the paper's.
         cache: The folder in which the tokens of a text in files are kept; None: `natgrad` in the user's cache folder.
     """
 
@@ -49,34 +85,18 @@ class Language(Application):
     }
     embedded: ClassVar[Mapping[str, Source]] = {"text": Source(title="embedded text", epochs=2)}
     sizes: ClassVar[Mapping[str, TransformerSize]]
-    usual_size: ClassVar[str]
-    usual_vocabulary: ClassVar[int]
 
-    size: str | None = None
-    vocabulary: str | None = None
-    vocabulary_size: int | None = None
     cache: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.size is None or self.size in self.sizes, "size", self.size, f"one of {', '.join(self.sizes)}")
-        for name in ("vocabulary", "cache"):
-            value = getattr(self, name)
-            require(value is None or (isinstance(value, str) and value), name, value, "a path (a string)")
-        if self.vocabulary_size is not None:
-            at_least(_LEAST_VOCABULARY, vocabulary_size=self.vocabulary_size)
-            allowed = "left out where vocabulary is given"
-            require(self.vocabulary is None, "vocabulary_size", self.vocabulary_size, allowed)
+        fits = self.cache is None or (isinstance(self.cache, str) and self.cache)
+        require(fits, "cache", self.cache, "a path (a string)")
 
     @property
     def dimensions(self) -> TransformerSize:
-        """The size of the model."""
-        return self.sizes[self.size or ("tiny" if self.data is None else self.usual_size)]
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of a trained vocabulary."""
-        return self.vocabulary_size or (_TINY_VOCABULARY if self.data is None else self.usual_vocabulary)
+        """The dimensions of the model."""
+        return self.sizes[self.model_size]
 
     @property
     def cache_folder(self) -> Path | None:
@@ -107,7 +127,7 @@ class Bert(Language):
         "large": TransformerSize(layers=24, width=1024, heads=16),
     }
     usual_size: ClassVar[str] = "large"
-    usual_vocabulary: ClassVar[int] = 30522
+    usual_vocabularies: ClassVar[tuple[int, int]] = (1024, 30522)
     likelihood: ClassVar[None] = None
     reduction: ClassVar[Mapping[str, Reduction]] = {"cls.predictions.*": "tokens", "*": "mean"}
     # All but the table of words, which is the last layer, too.
@@ -168,7 +188,7 @@ class Gpt(Language):
         "xl": TransformerSize(layers=48, width=1600, heads=25),
     }
     usual_size: ClassVar[str] = "small"
-    usual_vocabulary: ClassVar[int] = 50257
+    usual_vocabularies: ClassVar[tuple[int, int]] = (1024, 50257)
     positions: ClassVar[int] = 1024
     likelihood: ClassVar[Literal["categorical"]] = "categorical"
     reduction: ClassVar[Literal["tokens"]] = "tokens"
