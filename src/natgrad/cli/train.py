@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 
 # Options that may change when a run is resumed; all others are read from its folder.
 _RESUMABLE = ("resume", "epochs", "steps", "target", "workers", "data", "checkpoint_seconds")
-_CURVATURE_OPTIONS = (
-    *("curvature_option", "form", "fisher", "sharing", "layers", "norm_form", "placement", "precision", "gradients"),
-    *("factors", "inverses", "refresh", "refresh_option", "damping", "damping_schedule", "damping_option"),
-    *("norm_damping", "kl_clip", "centred_decay"),
-)
 
 # Parameters that are no fields of a job, and the fields of those with another name.
 _OF_THE_COMMAND = ("recipe", "out", "resume", "checkpoint_seconds")
@@ -297,7 +292,7 @@ def _new_job(ctx: typer.Context) -> Job:
     from natgrad.errors import require
     from natgrad.training.job import Job
     from natgrad.training.optimizers import parse
-    from natgrad.training.recipe import apply, passes
+    from natgrad.training.recipe import OF_A_CURVATURE, apply, passes
 
     recipe = ctx.params["recipe"]
     given: dict[str, Any] = {}
@@ -317,7 +312,7 @@ def _new_job(ctx: typer.Context) -> Job:
         given["workers"] = _ranks(ctx.params["workers"])
     require("task" in given, "task", None, tasks.known_names())
     values = apply(recipe, given)
-    for names, of in ((_CURVATURE_OPTIONS, "curvature"), (_AVERAGING_OPTIONS, "averaging")):
+    for names, of in ((OF_A_CURVATURE, "curvature"), (_AVERAGING_OPTIONS, "averaging")):
         if values.get(of, "none") == "none":
             _refuse_idle_options(ctx, names, of)
     job = Job.from_json(values)
@@ -364,12 +359,12 @@ def _given(ctx: typer.Context) -> list[str]:
     return [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
 
 
-def _refuse_idle_options(ctx: typer.Context, options: tuple[str, ...], of: str) -> None:
-    """Refuse options of a curvature or averaging that is not used."""
+def _refuse_idle_options(ctx: typer.Context, fields: tuple[str, ...], of: str) -> None:
+    """Refuse flags of a curvature or averaging that is not used."""
     from natgrad.errors import require
 
     for name in _given(ctx):
-        require(name not in options, name, ctx.params[name], f"given with --{of}")
+        require(_FIELDS.get(name, name) not in fields, name, ctx.params[name], f"given with --{of}")
 
 
 def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, Any]:

@@ -47,8 +47,8 @@ _INSTEAD = {
     "steps": ("epochs",),
 }
 
-# Fields that need a curvature or an averager.
-_OF_A_CURVATURE = (
+# Fields that need a curvature.
+OF_A_CURVATURE = (
     *("curvature_options", "form", "fisher", "sharing", "layers", "norm_form", "placement", "precision", "gradients"),
     *("factors", "inverses", "refresh", "refresh_options", "damping", "damping_schedule", "damping_options"),
     *("norm_damping", "kl_clip", "centred_decay"),
@@ -119,7 +119,7 @@ def apply(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
         job = Job.from_json({name: values[name] for name in of_the_run if name in values})
         values = _overlaid(_RULES[rule](job), values)
     if values.get("curvature", "none") == "none":
-        values = {name: value for name, value in values.items() if name not in _OF_A_CURVATURE or name in given}
+        values = {name: value for name, value in values.items() if name not in OF_A_CURVATURE or name in given}
     return values
 
 
@@ -197,7 +197,11 @@ def _differ(first: Any, second: Any) -> bool:
 
 def _holds(when: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     """Return whether `values` has all of `when`, also inside mappings."""
-    return all(
-        _holds(value, values.get(name) or {}) if isinstance(value, Mapping) else values.get(name) == value
-        for name, value in when.items()
-    )
+    for name, value in when.items():
+        held = values.get(name)
+        if isinstance(value, Mapping) and isinstance(held, Mapping):
+            if not _holds(value, held):
+                return False
+        elif held != value:
+            return False
+    return True
