@@ -171,6 +171,10 @@ CURVATURE = {"task": "digits", "optimizer": "sgd", "curvature": "kfac"}
         ({"damping_schedule": "linear"}, "damping option initial=None"),
         ({"damping_schedule": "linear", "damping_options": {"initial": 1.0}}, "damping option steps=None"),
         ({"damping_options": {"initial": 1.0}}, "damping option='initial'"),
+        (
+            {"damping": 0.5, "damping_schedule": "warmup", "damping_options": {"initial": 0.5, "steps": 3}},
+            "damping option initial=0.5 .* above the damping, 0.5",
+        ),
         ({"refresh": "growing", "refresh_options": {"most": 0}}, "refresh option most=0"),
         ({"refresh": "step"}, "refresh option milestones=None"),
         ({"refresh_options": {"most": 3}}, "refresh option='most'"),

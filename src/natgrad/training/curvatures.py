@@ -176,6 +176,7 @@ def damping_schedule(
         initial: Any = options.get("initial")
         epochs, steps = options.get("epochs"), options.get("steps")
         check_number("initial", initial, "a number > 0", minimum=0, strict=True)
+        require(schedule != "warmup" or initial > damping, "initial", initial, f"above the damping, {damping:g}")
         require((epochs is None) != (steps is None), "steps", steps, "given, or epochs, and not both")
         if epochs is not None:
             check_number("epochs", epochs, "a number > 0", minimum=0, strict=True)
