@@ -21,6 +21,10 @@ from natgrad.training.search import SEED
 from natgrad.training.summary import final_value
 
 
+# No default was chosen on these seeds.
+FIRST_SEED = 100
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """What a contender did.
@@ -59,7 +63,8 @@ def run(figure: Figure, journal: Journal, *, processes: int) -> list[Row]:
     )
     best = {name: _best(figure, each, journal) for name, each in contenders.items()}
     fresh = {
-        name: [job(figure, each, best[name], seed) for seed in range(figure.seeds)] for name, each in contenders.items()
+        name: [job(figure, each, best[name], FIRST_SEED + number) for number in range(figure.seeds)]
+        for name, each in contenders.items()
     }
     _complete([each for jobs in fresh.values() for each in jobs], journal, processes)
     results = {name: [_known(each, journal) for each in jobs] for name, jobs in fresh.items()}
