@@ -20,7 +20,6 @@ from natgrad.training.run import Output, train
 from natgrad.training.search import SEED
 from natgrad.training.summary import final_value
 
-
 # No default was chosen on these seeds.
 FIRST_SEED = 100
 
