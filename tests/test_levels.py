@@ -20,6 +20,7 @@ SHARED = {"errors", "printed", "schedule", "specs"}
 FILES = {
     ".".join(("natgrad", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
+    if path != ROOT / "__main__.py"  # which starts the command line
 }
 
 

@@ -159,7 +159,7 @@ def test_metrics_have_the_documented_keys():
     cross_entropy(model(x), y).backward()
     preconditioner.step()
     updates, plain = ["factor_updates", "inverse_updates"], ["plain_layers"]
-    counters = ["skipped_factors", "skipped_gradients", "failed_decompositions", "fallbacks/stale"]
+    counters = ["skipped_factors", "skipped_gradients", "skipped_steps", "failed_decompositions", "fallbacks/stale"]
     counters += [*updates, *plain]
     seconds = [f"seconds/{phase}" for phase in ("capture", "reduce", "renew", "solve")]
     metrics = preconditioner.metrics()

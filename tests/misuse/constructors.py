@@ -271,6 +271,7 @@ CASES = {
         },
     ),
     "recipes.RunningMixup": Case(recipes.RunningMixup, use_mixup, fixed({"alpha": 0.4, "classes": 2})),
+    "recipes.StepDecay": Case(recipes.StepDecay, repr, fixed({"epochs": 10, "milestones": (2, 4)})),
     "recipes.WeightRescaling": Case(recipes.WeightRescaling, use_rescaling, lambda: {"model": network()}),
     "recipes.ZeroErasing": Case(recipes.ZeroErasing, use_erasing, dict),
     "recipes.soft_labels": Case(recipes.soft_labels, repr, lambda: {"targets": torch.tensor([0, 1]), "classes": 2}),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from natgrad.recipes import HeavyBall, PolynomialDecay
+from natgrad.recipes import STEP_DECAYS, HeavyBall, PolynomialDecay
 
 
 def weight(value=1.0):
@@ -94,3 +94,17 @@ def test_parameters_without_gradients_stay_and_closures_are_evaluated():
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         HeavyBall([weight()], **wrong)
+
+
+def test_step_decays_of_the_papers():
+    parameter = weight()
+    optimizer = torch.optim.SGD([parameter], lr=0.8)
+    scheduler = STEP_DECAYS["resnet50-kfac"].scheduler(optimizer, steps_per_epoch=4, start=1 / 16)
+    rates = []
+    for _ in range(STEP_DECAYS["resnet50-kfac"].epochs * 4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        run(optimizer, scheduler, parameter, 1)
+    for step, rate in enumerate(rates):
+        rising = 1 / 16 + (1 - 1 / 16) * min(step / 20, 1)
+        falls = sum(step >= 4 * epoch for epoch in (25, 35, 40, 45, 50))
+        assert rate == pytest.approx(0.8 * rising * 0.1**falls, rel=1e-9)
