@@ -85,7 +85,7 @@ class Task(Facts, ABC):
         """Build the model, which is called with a batch of inputs, with parameters from torch's global generator."""
 
     def vocabulary_digest(self) -> str | None:
-        """Return what tells the vocabulary of a task on text from others; here None."""
+        """Return a digest of the vocabulary of a task on text; here None."""
         return None
 
     @abstractmethod

@@ -230,8 +230,7 @@ class Bert(applications.Bert, Language):
 
     def model(self) -> nn.Module:
         """Build BERT with both heads."""
-        train: Any = self.datasets()[0]
-        return build(self.dimensions, train.tokenizer.get_vocab_size())
+        return build(self.dimensions, self.tokenizer.get_vocab_size())
 
     def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
         """Return the mean cross-entropy of the masked tokens plus that of the second texts."""
@@ -246,6 +245,5 @@ class Bert(applications.Bert, Language):
 
     def evaluator(self) -> Evaluator:
         """Return a metric of the accuracy of the masked tokens."""
-        train: Any = self.datasets()[0]
-        metric: Evaluator = MaskedAccuracy(train.tokenizer.get_vocab_size())
+        metric: Evaluator = MaskedAccuracy(self.tokenizer.get_vocab_size())
         return metric

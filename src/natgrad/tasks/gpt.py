@@ -110,8 +110,7 @@ class Gpt(applications.Gpt, Language):
 
     def model(self) -> nn.Module:
         """Build GPT-2, from tokens [B, T] to logits [B, T, V]."""
-        train: Any = self.datasets()[0]
-        return build(self.dimensions, train.tokenizer.get_vocab_size())
+        return build(self.dimensions, self.tokenizer.get_vocab_size())
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy in nats, the mean over all positions."""

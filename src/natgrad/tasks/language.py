@@ -11,9 +11,9 @@ from typing import Any
 
 from natgrad.errors import NatgradError
 from natgrad.tasks import applications, text, vocabulary
-from natgrad.tasks.base import Task
 from natgrad.tasks.corpus import Corpus, Preparation
 from natgrad.tasks.layouts.text import TextFiles, read
+from natgrad.tasks.vocabulary import SubwordTask
 
 try:
     import transformers
@@ -44,13 +44,8 @@ def whole(line: str) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Language(applications.Language, Task):
+class Language(applications.Language, SubwordTask):
     """The text of the task."""
-
-    def vocabulary_digest(self) -> str:
-        """Return what tells the vocabulary from others."""
-        train: Any = self.datasets()[0]
-        return vocabulary.digest(train.tokenizer)
 
     def corpus(self, *, word_pieces: bool) -> Corpus:
         """Return the text in sentences and BERT's word pieces, or in lines and GPT-2's byte pairs."""

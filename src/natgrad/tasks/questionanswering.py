@@ -14,13 +14,13 @@ from torch.nn import functional
 from torchmetrics.text import SQuAD
 
 from natgrad.tasks import applications, documentation, vocabulary
-from natgrad.tasks.base import Evaluator, Samples, Task
+from natgrad.tasks.base import Evaluator, Samples
 from natgrad.tasks.bert import configuration
 from natgrad.tasks.evaluators import gather
 from natgrad.tasks.language import transformers
 from natgrad.tasks.layouts import squad
 from natgrad.tasks.layouts.squad import Question
-from natgrad.tasks.vocabulary import Tokenizer
+from natgrad.tasks.vocabulary import SubwordTask, Tokenizer
 
 _LONGEST_QUESTION = 64  # tokens, as in Devlin et al. 2019
 _LONGEST_ANSWER = 30
@@ -223,13 +223,13 @@ def best(logits: Tensor, places: Tensor) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuestionAnswering(applications.QuestionAnswering, Task):
+class QuestionAnswering(applications.QuestionAnswering, SubwordTask):
     """The data, model and loss of the task."""
 
     def load(self) -> tuple[Samples, Samples]:
         """Return windows with the places of their answers for training, and questions with all their windows."""
         train, test = documentation.questions() if self.data is None else squad.read(Path(self.data))
-        tokenizer = self._tokenizer(train)
+        tokenizer = self._build_tokenizer(train)
         sizes = {"window": self.window_tokens, "stride": self.shared_tokens}
         windows, answers = [], []
         for question, found in zip(train, cut(train, tokenizer, **sizes), strict=True):
@@ -238,24 +238,15 @@ class QuestionAnswering(applications.QuestionAnswering, Task):
             answers += [window.find(question.start, end) for window in found]
         return Windows(windows, torch.tensor(answers)), Questions(test, list(cut(test, tokenizer, **sizes)), tokenizer)
 
-    def _tokenizer(self, train: Sequence[Question]) -> Tokenizer:
+    def _build_tokenizer(self, train: Sequence[Question]) -> Tokenizer:
         if self.vocabulary is not None:
             return vocabulary.read(Path(self.vocabulary), vocabulary.BERT_SPECIAL)
         texts = list(dict.fromkeys(text for question in train for text in (question.context, question.text)))
         return vocabulary.train_word_pieces(texts, self.trained_vocabulary_size)
 
-    def _trained_tokenizer(self) -> Tokenizer:
-        _, test = self.datasets()
-        assert isinstance(test, Questions)
-        return test.tokenizer
-
-    def vocabulary_digest(self) -> str:
-        """Return what tells the vocabulary from others."""
-        return vocabulary.digest(self._trained_tokenizer())
-
     def model(self) -> nn.Module:
         """Build BERT, which maps tokens [B, T] to logits of the first and last token of the answer [B, T, 2]."""
-        entries = self._trained_tokenizer().get_vocab_size()
+        entries = self.tokenizer.get_vocab_size()
         model: nn.Module = Model(configuration(applications.Bert.sizes[self.model_size], entries))
         return model
 

@@ -14,11 +14,11 @@ from torchmetrics import Metric
 
 from natgrad.errors import NatgradError
 from natgrad.tasks import applications, numerals, vocabulary
-from natgrad.tasks.base import DataError, Evaluator, Samples, Task
+from natgrad.tasks.base import DataError, Evaluator, Samples
 from natgrad.tasks.evaluators import gather
 from natgrad.tasks.layouts import multi30k
 from natgrad.tasks.transformer import FIRST, LAST, PAD, Transformer
-from natgrad.tasks.vocabulary import Tokenizer
+from natgrad.tasks.vocabulary import SubwordTask, Tokenizer
 
 try:
     from sacrebleu.metrics.bleu import BLEU
@@ -122,13 +122,13 @@ class Bleu(Metric):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Translation(applications.Translation, Task):
+class Translation(applications.Translation, SubwordTask):
     """The data, model and loss of the task."""
 
     def load(self) -> tuple[Samples, Samples]:
         """Return pairs of sentences for training, and sentences with the text of their translations."""
         train, test = self._pairs()
-        tokenizer = self._tokenizer(train)
+        tokenizer = self._build_tokenizer(train)
 
         def encode(texts: Iterable[str]) -> list[list[int]]:
             return [each.ids for each in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
@@ -155,7 +155,7 @@ class Translation(applications.Translation, Task):
             every = [(english, german) for german, english in every]
         return every[:_EMBEDDED], every[_EMBEDDED:]
 
-    def _tokenizer(self, train: list[Pair]) -> Tokenizer:
+    def _build_tokenizer(self, train: list[Pair]) -> Tokenizer:
         if self.vocabulary is None:
             texts = [text for pair in train for text in pair]
             return vocabulary.train_byte_pairs(texts, self.trained_vocabulary_size, SPECIAL)
@@ -165,18 +165,9 @@ class Translation(applications.Translation, Task):
             raise DataError(f"{self.vocabulary} begins with {', '.join(found)}, and must with {', '.join(SPECIAL)}")
         return tokenizer
 
-    def _trained_tokenizer(self) -> Tokenizer:
-        _, test = self.datasets()
-        assert isinstance(test, Sources)
-        return test.tokenizer
-
-    def vocabulary_digest(self) -> str:
-        """Return what tells the vocabulary from others."""
-        return vocabulary.digest(self._trained_tokenizer())
-
     def model(self) -> nn.Module:
         """Build a Transformer, which maps sources and targets to logits, and sources alone to translations."""
-        return Transformer(self._trained_tokenizer().get_vocab_size(), **_SIZES[self.model_size])
+        return Transformer(self.tokenizer.get_vocab_size(), **_SIZES[self.model_size])
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy with label smoothing in nats, the mean over the tokens of the targets."""
@@ -190,5 +181,5 @@ class Translation(applications.Translation, Task):
 
     def evaluator(self) -> Evaluator:
         """Return a metric of BLEU."""
-        metric: Evaluator = Bleu(self._trained_tokenizer())
+        metric: Evaluator = Bleu(self.tokenizer)
         return metric

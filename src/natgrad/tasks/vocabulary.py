@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from natgrad.errors import NatgradError, require
-from natgrad.tasks.base import DataError
+from natgrad.tasks.base import DataError, Task
 
 try:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -18,7 +20,7 @@ except ImportError as error:
         f"tasks on text need tokenizers, as installed by: pip install 'natgrad[language]' ({error})"
     ) from error
 
-__all__ = ["BERT_SPECIAL", "Tokenizer", "digest", "read", "train_byte_pairs", "train_word_pieces"]
+__all__ = ["BERT_SPECIAL", "SubwordTask", "Tokenizer", "read", "train_byte_pairs", "train_word_pieces"]
 
 PAD, UNKNOWN, FIRST, LAST, MASK = BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """BERT's special tokens; a trained vocabulary begins with them."""
@@ -100,9 +102,20 @@ def read(path: Path, special: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def digest(tokenizer: Tokenizer) -> str:
-    """Return what tells the tokens and their numbers from those of others."""
-    return sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+@dataclass(frozen=True, kw_only=True)
+class SubwordTask(Task):
+    """A task on subwords. Its test set has the vocabulary as `tokenizer`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The vocabulary."""
+        test: Any = self.datasets()[1]
+        tokenizer: Tokenizer = test.tokenizer
+        return tokenizer
+
+    def vocabulary_digest(self) -> str:
+        """Return a digest of the tokens and their numbers."""
+        return sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 def _word_pieces(vocabulary: dict[str, int]) -> Tokenizer:
