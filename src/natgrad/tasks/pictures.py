@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,25 @@ from torch import Tensor
 from natgrad.tasks.base import DataError
 from natgrad.tasks.images import normalise
 from natgrad.tasks.unreadable import Unreadable
+
+
+@contextmanager
+def errors_named(picture: object) -> Iterator[None]:
+    """Turn an error in reading a picture into a `DataError` that names it."""
+    try:
+        yield
+    except Exception as error:  # damaged pictures raise errors of many classes
+        raise DataError(f"{picture} is no picture that can be read: {error}") from error
+
+
+def read(path: Path, mode: str) -> Image.Image:
+    """Return a picture in a mode.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    with errors_named(path), Image.open(path) as image:
+        return image.convert(mode)
 
 
 class Picture(NamedTuple):
@@ -44,14 +65,12 @@ class Picture(NamedTuple):
         Raises:
             DataError: It cannot be read.
         """
-        try:
+        with errors_named(self):
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
                 content = file.read(self.size)
             with Image.open(io.BytesIO(content)) as image:
                 return image.convert("RGB")
-        except Exception as error:  # damaged pictures raise errors of many classes
-            raise DataError(f"{self} is no picture that can be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

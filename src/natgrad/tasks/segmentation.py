@@ -22,6 +22,7 @@ from natgrad.tasks.images import Images, normalise
 from natgrad.tasks.layouts import cityscapes, lgg, pairs
 from natgrad.tasks.layouts.pairs import Pair
 from natgrad.tasks.multiscale import MultiScale
+from natgrad.tasks.pictures import read
 from natgrad.tasks.unet import UNet
 from natgrad.tasks.unreadable import Unreadable
 
@@ -118,7 +119,8 @@ class Pairs:
         return replace(self, draw=(seed, epoch))
 
     def _read(self, index: int) -> tuple[Tensor, ...]:
-        picture, mask = (pairs.read(self.files[index][0], "RGB"), pairs.read_mask(self.files[index][1], self.classes))
+        file, mask_file = self.files[index]
+        picture, mask = read(file, "RGB"), pairs.read_mask(mask_file, self.classes)
         if self.draw is not None:
             draws = np.random.default_rng((*self.draw, index)).random(5).tolist()
             picture, mask = self.cut(picture, mask, draws)
@@ -136,8 +138,8 @@ class Segmentation(applications.Segmentation, Task):
         if self.data is None:
             drawn = scenes.scenes(_SCENES, side=side)
             return self._embedded(drawn[0]), self._embedded(drawn[1])
-        read, classes = _READERS[self.source]
-        parts = read(Path(self.data))
+        read_files, classes = _READERS[self.source]
+        parts = read_files(Path(self.data))
         pairs.check_sizes([*parts[0], *parts[1]], MULTIPLE)
         cut = Cut(side=side, scales=source.scales, degrees=source.degrees, outside=source.outside)
         train, test = (Pairs(files=part, classes=classes, cut=cut, unreadable=Unreadable(len(part))) for part in parts)

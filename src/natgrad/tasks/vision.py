@@ -1,4 +1,4 @@
-"""torchvision and timm, which only some tasks need."""
+"""torchvision, timm and pycocotools, which only some tasks need."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def timm() -> Any:
         NatgradError: timm is not installed, or its torchvision not for this torch.
     """
     return _module("timm", "timm")
+
+
+def pycocotools() -> Any:
+    """Return the module of pycocotools for masks.
+
+    Raises:
+        NatgradError: It is not installed.
+    """
+    return _module("pycocotools", "pycocotools.mask")
 
 
 def _module(package: str, name: str) -> Any:

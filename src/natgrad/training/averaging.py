@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from natgrad import DASO, Preconditioner
 from natgrad.errors import require
 
+from .curvatures import check_options
+
 # Arguments that the run sets.
 _EXCLUDED = ("model", "optimizer", "mesh", "nodes", "epochs", "steps_per_epoch", "preconditioner", "scaler")
 # The option that passes the preconditioner, so that nodes also average its factors.
@@ -29,8 +31,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         ValueError: A name is unknown.
     """
     require(name == "daso", "averaging", name, "one of none, daso")
-    for option in options:
-        require(option in _OPTIONS, "averaging option", option, f"one of daso's: {', '.join(_OPTIONS)}")
+    check_options("averaging", name, options, _OPTIONS)
     for option in _WIRED:
         wire = options.get(option, "none")
         require(wire in _WIRES, f"averaging option {option}", wire, f"one of {', '.join(_WIRES)}")

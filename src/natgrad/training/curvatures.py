@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -41,6 +41,17 @@ def options_named(kind: str, options: Mapping[str, Any]) -> Iterator[None]:
         raise ArgumentError(f"{kind} {error.name}", error.value, error.allowed) from error
 
 
+def check_options(kind: str, name: str, options: Iterable[str], allowed: Sequence[str]) -> None:
+    """Check that options, such as those of the schedule "step", are among the allowed ones.
+
+    Raises:
+        ValueError: One of them is not.
+    """
+    what = f"one of {name}'s: {', '.join(allowed)}" if allowed else f"left out: {name} has none"
+    for option in options:
+        require(option in allowed, f"{kind} option", option, what)
+
+
 # Options that are fields of the job, or set by the task.
 _EXCLUDED = ("fisher", "likelihood")
 
@@ -63,10 +74,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         ValueError: A name is unknown.
     """
     require(name in BY_NAME, "curvature", name, f"one of none, {', '.join(BY_NAME)}")
-    allowed = options_of(name)
-    for option in options:
-        what = f"one of {name}'s: {', '.join(allowed)}" if allowed else f"left out: {name} has none"
-        require(option in allowed, "curvature option", option, what)
+    check_options("curvature", name, options, options_of(name))
 
 
 def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likelihood: str | None) -> Curvature:
@@ -161,9 +169,7 @@ def damping_schedule(
     """
     require(schedule in _DAMPING, "damping_schedule", schedule, f"one of {', '.join(_DAMPING)}")
     allowed = _DAMPING[schedule]
-    for option in options:
-        what = f"one of {schedule}'s: {', '.join(allowed)}" if allowed else f"left out: {schedule} has none"
-        require(option in allowed, "damping option", option, what)
+    check_options("damping", schedule, options, allowed)
     with options_named("damping option", dict.fromkeys(allowed)):
         if schedule == "constant":
             return scale * damping
@@ -214,9 +220,7 @@ def refresh_rule(
     """
     options = options or {}
     allowed = _INTERVALS.get(refresh, ())
-    for option in options:
-        what = f"one of {refresh}'s: {', '.join(allowed)}" if allowed else f"left out: {refresh} has none"
-        require(option in allowed, "refresh option", option, what)
+    check_options("refresh", refresh, options, allowed)
     if refresh in _INTERVALS:
         with options_named("refresh option", dict.fromkeys(allowed)):
             return _scheduled(refresh, factors, inverses, options, steps_per_epoch)

@@ -14,7 +14,7 @@ from natgrad.errors import require
 from natgrad.recipes import PolynomialDecay
 from natgrad.schedule import check_number, check_whole
 
-from .curvatures import check_milestones, options_named
+from .curvatures import check_milestones, check_options, options_named
 
 ScheduleName = Literal["constant", "cosine", "polynomial", "step", "plateau"]
 
@@ -117,8 +117,7 @@ def build(
     options = options or {}
     require(name in get_args(ScheduleName), "schedule", name, f"one of {', '.join(get_args(ScheduleName))}")
     allowed = (*WARM_UP, *_OPTIONS[name])
-    for option in options:
-        require(option in allowed, "schedule option", option, f"one of {name}'s: {', '.join(allowed)}")
+    check_options("schedule", name, options, allowed)
     with options_named("schedule option", dict.fromkeys(allowed)):
         return _build(optimizer, name, options, warmup=warmup, steps=steps, steps_per_epoch=steps_per_epoch)
 

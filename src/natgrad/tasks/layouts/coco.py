@@ -6,15 +6,15 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from natgrad.errors import NatgradError, NatgradWarning, require
+from natgrad.errors import NatgradWarning, require
 from natgrad.tasks.base import DataError
+from natgrad.tasks.vision import pycocotools
 
 PARTS = ("train2017", "val2017")
 
@@ -162,27 +162,13 @@ def _box(path: Path, number: int, values: list[Any], picture: Picture) -> tuple[
     return max(left, 0.0), max(top, 0.0), right, bottom
 
 
-def library() -> Any:
-    """Return the module of pycocotools for masks.
-
-    Raises:
-        NatgradError: It is not installed.
-    """
-    try:
-        return import_module("pycocotools.mask")
-    except ImportError as error:
-        raise NatgradError(
-            f"this task needs pycocotools, as installed by: pip install 'natgrad[vision]' ({error})"
-        ) from error
-
-
 def masks(picture: Picture) -> np.ndarray:
     """Return the mask of each object, numpy uint8 [n, height, width].
 
     Raises:
         DataError: An outline is neither polygons nor run lengths of the picture.
     """
-    mask = library()
+    mask = pycocotools()
     decoded = np.zeros((len(picture.instances), picture.height, picture.width), np.uint8)
     for index, instance in enumerate(picture.instances):
         outline = json.loads(instance.outline)

@@ -10,11 +10,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from natgrad.tasks.base import DataError
+from natgrad.tasks.pictures import errors_named, read
 
 Pair = tuple[Path, Path]
 """The files of a picture and of its mask."""
-
-_UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 def check_partners(pictures: Mapping[str, Path], masks: Mapping[str, Path]) -> list[Pair]:
@@ -54,28 +53,12 @@ def check_sizes(pairs: Sequence[Pair], multiple: int) -> None:
 
 
 def _header(path: Path) -> tuple[tuple[int, int], str]:
-    try:
-        with Image.open(path) as image:
-            return image.size, image.mode
-    except _UNREADABLE as error:
-        raise DataError(f"{path} is no picture that can be read: {error}") from error
+    with errors_named(path), Image.open(path) as image:
+        return image.size, image.mode
 
 
 def _text(size: tuple[int, int]) -> str:
     return " x ".join(map(str, size))
-
-
-def read(path: Path, mode: str) -> Image.Image:
-    """Return a picture in a mode.
-
-    Raises:
-        DataError: It cannot be read.
-    """
-    try:
-        with Image.open(path) as image:
-            return image.convert(mode)
-    except _UNREADABLE as error:
-        raise DataError(f"{path} is no picture that can be read: {error}") from error
 
 
 def read_mask(path: Path, classes: Mapping[int, int]) -> Image.Image:
