@@ -134,17 +134,22 @@ def _known(each: Job, journal: Journal) -> Result:
 
 
 def _complete(jobs: Sequence[Job], journal: Journal, processes: int) -> None:
-    """Run the jobs that are not in the journal, as many at once as processes have one rank each."""
+    """Run the jobs that are not in the journal, with as many ranks at once as there are processes."""
     missing: list[Job] = []
     for each in jobs:
         if journal.find(each) is None and each not in missing:
             missing.append(each)
-    context = get_context("spawn")
-    with ProcessPoolExecutor(max(1, processes // max((each.workers for each in missing), default=1)), context) as pool:
-        started = {pool.submit(_train, each): each for each in missing}
-        for number, done in enumerate(as_completed(started), 1):
-            journal.add(started[done], done.result())
-            print(f"{number} of {len(missing)} runs", flush=True)
+    done = 0
+    for workers in sorted({each.workers for each in missing}):
+        with ProcessPoolExecutor(max(1, processes // workers), get_context("spawn")) as pool:
+            started = {pool.submit(_train, each): each for each in missing if each.workers == workers}
+            for future in as_completed(started):
+                result = future.result()
+                if result.status == "stopped":  # by Ctrl-C, which the other runs get too
+                    raise KeyboardInterrupt
+                journal.add(started[future], result)
+                done += 1
+                print(f"{done} of {len(missing)} runs", flush=True)
 
 
 def _train(each: Job) -> Result:
