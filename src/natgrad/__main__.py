@@ -9,11 +9,23 @@ def main() -> None:
         from natgrad.cli import main as run  # noqa: PLC0415
 
         run()
-    except ModuleNotFoundError as error:
-        package = (error.name or "natgrad").partition(".")[0]
-        if package == "natgrad":
-            raise
-        sys.exit(f"error: the command line needs {package}, as installed by: pip install 'natgrad[tasks]'")
+    except ImportError as error:
+        missing = _missing(error)
+        sys.exit(f"error: the command line needs {missing}, as installed by: pip install 'natgrad[tasks]'")
+
+
+def _missing(error: ImportError) -> str:
+    """Return what has to be installed.
+
+    Raises:
+        ImportError: It has another cause.
+    """
+    package = (error.name or "natgrad").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package != "natgrad":
+        return package
+    if error.name == "torch.optim":
+        return "torch 2.9 or later"  # which has Muon
+    raise error
 
 
 if __name__ == "__main__":

@@ -31,12 +31,16 @@ def test_what_needs_no_torch_does_without(arguments):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("missing", "arguments"), [("typer", ["--help"]), ("sklearn", ["train", "digits"])])
-def test_a_missing_extra_is_one_line(tmp_path, missing, arguments):
-    script = (
-        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['natgrad', *{arguments!r}]; "
-        "from natgrad.__main__ import main; main()"
-    )
+@pytest.mark.parametrize(
+    ("without", "arguments", "missing"),
+    [
+        ("sys.modules['typer'] = None", ["--help"], "typer"),
+        ("sys.modules['sklearn'] = None", ["train", "digits"], "sklearn"),
+        ("import torch; del torch.optim.Muon", ["train", "digits"], "torch 2.9 or later"),
+    ],
+)
+def test_a_missing_extra_is_one_line(tmp_path, without, arguments, missing):
+    script = f"import sys; {without}; sys.argv = ['natgrad', *{arguments!r}]; from natgrad.__main__ import main; main()"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     assert done.returncode == 1

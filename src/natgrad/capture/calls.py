@@ -22,7 +22,7 @@ class Saved:
         self.source = source
         self.outline = self._plain = tensor.detach()
         self._anchor: Tensor | None = None
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if _saved_tensor_hooks_act():
             self.outline, self._anchor = outline(tensor), _Save.apply(self._plain, _LEAF)
             del self._plain
 
@@ -43,6 +43,12 @@ class Saved:
 def outline(tensor: Tensor) -> Tensor:
     """Return an uninitialized tensor of the same shape, dtype and device with the memory of one element."""
     return tensor.new_empty(()).expand(tensor.shape)
+
+
+def _saved_tensor_hooks_act() -> bool:
+    """Return whether tensors that autograd saves now pass through hooks. torch 2.6 does not say: they may."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
 
 
 # An input that requires gradients, so that the output of `_Save` has a node.
