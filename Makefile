@@ -41,10 +41,9 @@ test-integrations:  ## Run the tests inside transformers, Accelerate, PEFT, Ligh
 	$(VENV)-integrations/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
 	OMP_NUM_THREADS=1 $(VENV)-integrations/bin/python -m pytest tests/integrations -n auto --dist loadfile
 
-docs:  ## Build the documentation site into site/, in an environment of its own; a warning is an error
-	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/python -m pip install --quiet 'mkdocs-material>=9.7,<10' 'mkdocstrings[python]>=1,<2' ruff
-	$(VENV)-docs/bin/mkdocs build --quiet
+docs: $(READY)  ## Build the documentation site into site/; a warning is an error
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(VENV)/bin/mkdocs build --quiet
 
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(RUN)python -m pytest -m slow
