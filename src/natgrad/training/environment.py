@@ -7,6 +7,8 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+import natgrad
+
 
 def describe() -> dict[str, str]:
     """Return processor, cores, operating system and versions of software."""
@@ -16,7 +18,7 @@ def describe() -> dict[str, str]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": version("torch"),
-        "natgrad": version("natgrad"),
+        "natgrad": natgrad.__version__,
     }
 
 
