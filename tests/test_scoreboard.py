@@ -153,7 +153,7 @@ def test_the_board_runs_and_reports(tmp_path):
     assert "## N steps, tuned per task" in page
     assert "## N steps, one setting for all tasks" in page
     assert "natural Muon" in page
-    assert len(list((tmp_path / "images").glob("*.png"))) == 3
+    assert len(list((tmp_path / "images").glob("*.png"))) == 4
     data = json.loads((tmp_path / "scoreboard.json").read_text())
     assert set(data["horizons"]) == {"1"}
     again = runner.invoke(app, [*arguments, "--report"])

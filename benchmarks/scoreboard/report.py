@@ -467,6 +467,51 @@ def plot_curves(data: Mapping[str, Any], scores: Scores, title: str, path: Path)
     plt.close(figure)
 
 
+def plot_short(data: Mapping[str, Any], scores: Scores, path: Path) -> None:
+    """Draw the curves of natural Muon, Muon and AdamW on each task, and below them what they cost."""
+    looks: dict[str, dict[str, Any]] = {
+        OURS: {"color": "black", "linewidth": 2.0, "marker": "o", "markersize": 5},
+        "torch-muon": {"color": "#D55E00", "linewidth": 1.5, "linestyle": "--", "marker": "s", "markersize": 8},
+        "adamw": {"color": "#0072B2", "linewidth": 1.5, "linestyle": ":", "marker": "^", "markersize": 7},
+    }
+    looks = {name: {**look, "mfc": "none"} for name, look in looks.items() if name in data["methods"]}
+    looks[OURS]["mfc"] = "black"
+    columns = math.ceil(len(scores) / 2)
+    figure = plt.figure(figsize=(8.6, 5.6), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[1.15, 1.0])
+    above.suptitle("Validation loss (log scale) over the steps, each method tuned, median of five seeds", fontsize=10)
+    panels = above.subplots(2, columns, squeeze=False)
+    for axis in panels.flat[len(scores) :]:
+        axis.set_visible(False)
+    for axis, (task, own) in zip(panels.flat, scores.items(), strict=False):
+        for name, look in looks.items():
+            axis.plot(own[name].curve, **{**look, "marker": ""})
+        finals = [own[name].final for name in looks]
+        low, start = min(finals), own[OURS].curve[0]
+        top = max(low * (start / low) ** 0.6, 1.15 * max(finals))
+        axis.set(yscale="log", ylim=(low / (top / low) ** 0.07, top))
+        axis.set_title(task, fontsize=9)
+        axis.set_xticks([0, EVALUATIONS], ["0", str(data["tasks"][task]["steps"])], fontsize=8)
+        axis.set_yticks([])
+        axis.minorticks_off()
+    costs: dict[str, Callable[[Score], float]] = {
+        "Time of a step": lambda each: each.step,
+        "Time to AdamW's final loss": lambda each: each.first.seconds,
+    }
+    for axis, (what, value) in zip(below.subplots(1, 2, sharey=True), costs.items(), strict=True):
+        for name, look in looks.items():
+            axis.plot([value(own[name]) for own in scores.values()], list(scores), **{**look, "linestyle": ""})
+        axis.set_xlim(left=0.0)
+        axis.set_title(f"{what}, AdamW's = 1", fontsize=10)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+    axis.invert_yaxis()
+    lines = [plt.Line2D([], [], **look, label=METHODS[name].title) for name, look in looks.items()]
+    below.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def write(data: Mapping[str, Any], path: Path, images: Path) -> None:
     """Write the page and its plots."""
     images.mkdir(parents=True, exist_ok=True)
@@ -476,6 +521,8 @@ def write(data: Mapping[str, Any], path: Path, images: Path) -> None:
         plot_profile(data, scores, title, images / f"scoreboard-profile-{horizon}-{mode}.png")
         if mode == "tuned":
             plot_curves(data, scores, title, images / f"scoreboard-curves-{horizon}.png")
+            if horizon == "1":
+                plot_short(data, scores, images / "scoreboard-short.png")
     relative = images.relative_to(path.parent) if images.is_relative_to(path.parent) else images
     path.write_text(page(data, str(relative)))
 
