@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import Any, ClassVar
+
+PAGE = "https://natgrad.github.io/natgrad/trouble/"
+"""The address of docs/trouble.md, which explains each warning, and errors that have several causes."""
 
 
 class NatgradError(Exception):
     """Base class of natgrad's errors other than ``ValueError``."""
 
+    anchor: ClassVar[str] = ""
+    """The section of `PAGE` that a message refers to, if any."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}. See {PAGE}#{self.anchor}" if self.anchor else super().__str__()
+
 
 class CurvatureError(NatgradError):
     """The curvature of a layer stayed unusable for longer than the `Guard` allows."""
+
+    anchor = "unusable-curvature"
 
 
 class LostRankError(NatgradError):
     """A message could not be exchanged, because another rank has stopped, failed or skipped a step."""
 
+    anchor = "lost-rank"
+
 
 class AveragingError(NatgradError):
     """Averaging over nodes cannot continue: the ranks disagree, or the received values are not finite."""
 
+    anchor = "averaging"
+
 
 class DivergedError(AveragingError):
     """The average over nodes is not finite; raised on all ranks in the same step."""
+
+    anchor = "diverged-average"
 
 
 class ArgumentError(ValueError):
@@ -45,6 +63,11 @@ class ArgumentError(ValueError):
 
 class NatgradWarning(UserWarning):
     """Something works, but probably not as intended."""
+
+
+def warn(message: str, anchor: str, *, stacklevel: int) -> None:
+    """Give a `NatgradWarning` that ends in the address of its section of `PAGE`; `stacklevel` as in `warnings.warn`."""
+    warnings.warn(f"{message}. See {PAGE}#{anchor}", NatgradWarning, stacklevel=stacklevel + 1)
 
 
 def require(condition: object, name: str, value: Any, allowed: str) -> None:

@@ -5,7 +5,6 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import isfinite
@@ -37,7 +36,7 @@ from natgrad.averaging.merge import (
 from natgrad.averaging.nodes import Grid, Nodes, check_equal, describe_differences, world_rank
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
 from natgrad.distributed import fsdp
-from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
+from natgrad.errors import AveragingError, DivergedError, require, warn
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -517,7 +516,7 @@ class DASO:
         different = self._different_weights()
         self.synchronize()
         if different:  # after the messages, because the user may turn the warning into an error
-            warnings.warn(different, NatgradWarning, stacklevel=4)
+            warn(different, "different-weights", stacklevel=4)
         self.agree(epoch=epochs.epoch, batches=epochs.batches)
         loss = self._mean_loss()
         if loss is not None and not isfinite(loss):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal
 
-from natgrad.errors import NatgradWarning, require
+from natgrad.errors import require, warn
 from natgrad.schedule import check_number, check_whole
 
 Phase = Literal["warm-up", "cycling", "cool-down"]
@@ -44,7 +43,7 @@ class Epochs:
         cooldown = default if cooldown is None else cooldown
         if epochs is None and cooldown:
             problem = f"cooldown_epochs={cooldown} has no effect without epochs"
-            warnings.warn(f"natgrad: {problem}", NatgradWarning, stacklevel=3)
+            warn(f"natgrad: {problem}", "cool-down", stacklevel=3)
             cooldown = 0
         fits = epochs is None or warmup + cooldown <= epochs
         require(fits, "warmup_epochs + cooldown_epochs", warmup + cooldown, f"at most epochs ({epochs})")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import own_rows
-from natgrad.errors import NatgradWarning
+from natgrad.errors import warn
 from natgrad.layers import Layer, Slot
 
 # The number of first steps that are compared, and of compared numbers.
@@ -124,7 +123,7 @@ class GradientAudit:
         if proportional:
             text = f".grad is {factor:.4g} times the gradient"
         text = f"natgrad: {text} captured in the backward passes of a step. {self._causes()}"
-        warnings.warn(text, NatgradWarning, stacklevel=4)  # of `step`
+        warn(text, "changed-gradients", stacklevel=4)  # of `step`
 
     def _causes(self) -> str:
         averaged = "nothing averages gradients over the ranks (wrap the model, pass gradients='reduce', or under DASO "

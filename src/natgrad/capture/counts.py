@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, cast
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from natgrad.capture.calls import LayerCall
 from natgrad.capture.forward import ForwardPass
-from natgrad.errors import NatgradWarning, require, require_one_of
+from natgrad.errors import require, require_one_of, warn
 from natgrad.layers import Layer
 from natgrad.layers.norm import NORMS
 from natgrad.schedule import is_number, is_whole
@@ -136,11 +135,11 @@ class Reductions:
             return
         self._warned = True
         name, shape, _ = self.nearest
-        warnings.warn(
+        warn(
             f"natgrad: {name or 'the model'}, next to the loss, has inputs with positions ({list(shape)}), and the "
             "default reduction 'mean' is for losses that average over samples. Pass reduction='tokens' if the loss "
             "averages over all positions, as a cross-entropy of tokens does, otherwise reduction='mean'",
-            NatgradWarning,
+            "reduction",
             stacklevel=5,  # the caller of `step`
         )
 
@@ -149,9 +148,9 @@ class Reductions:
         deciding = {self.group(layer) for layer in layers}
         idle = [pattern for pattern in self._patterns if pattern not in deciding]
         if self.is_mapping and idle and deciding:
-            warnings.warn(
+            warn(
                 f"natgrad: the patterns {idle} of reduction apply to no covered layer; see explain()",
-                NatgradWarning,
+                "coverage",
                 stacklevel=4,
             )
 
@@ -294,12 +293,12 @@ class Terms:
         if known or self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"natgrad does not know the batch size: the model itself was not called, or was called without a tensor "
             f"or with a list whose entries may be samples or inputs. It assumes the {taken} samples of the layer "
             f"nearest to the loss, but {use.layer.name} has {samples}: call the model, not a method or a part of it, "
             f"with a tensor of all samples",
-            NatgradWarning,
+            "batch-size",
             stacklevel=2,
         )
 

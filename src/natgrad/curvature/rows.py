@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from math import ceil, inf
 from random import Random
 from typing import Literal, NoReturn
@@ -13,7 +12,7 @@ from typing_extensions import override
 from natgrad.curvature import kernel
 from natgrad.curvature.base import Curvature, Training, check_estimate
 from natgrad.curvature.likelihood import Likelihood
-from natgrad.errors import NatgradWarning, require, require_one_of
+from natgrad.errors import require, require_one_of, warn
 from natgrad.schedule import check_number, check_whole, is_number
 from natgrad.specs import ROWS, Statistic, Task, Tensors, TensorSpec
 
@@ -180,7 +179,7 @@ class HyLo(_RowCurvature):
             message = (
                 "natgrad: HyLo(rank=1) keeps one row of the global batch: rank=1.0 keeps all rows, rank=0.1 a tenth"
             )
-            warnings.warn(message, NatgradWarning, stacklevel=2)
+            warn(message, "one-row", stacklevel=2)
 
     def __repr__(self) -> str:
         options = {

@@ -10,14 +10,13 @@ Examples:
 
 from __future__ import annotations
 
-import warnings
 from time import perf_counter
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from natgrad.errors import NatgradWarning
+from natgrad.errors import warn
 from natgrad.preconditioner.create import create_optimizer
 from natgrad.preconditioner.natural_muon import NaturalMuon
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -136,4 +135,4 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=3)
+    warn(f"natgrad: {message}", "trainer", stacklevel=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from natgrad.curvature.likelihood import Likelihood
 from natgrad.damping import ByKind
 from natgrad.distributed import resolve
 from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group
-from natgrad.errors import NatgradError, NatgradWarning, require, require_one_of
+from natgrad.errors import NatgradError, require, require_one_of, warn
 from natgrad.layers import show_key
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.guard.guard import Guard
@@ -163,10 +162,10 @@ def warn_of_missing_process_group() -> None:
     ranks = os.environ.get("WORLD_SIZE", "")
     if not ranks.isdecimal() or int(ranks) < 2 or (dist.is_available() and dist.is_initialized()):
         return
-    warnings.warn(
+    warn(
         f"natgrad: WORLD_SIZE={ranks} says that this process is one of {ranks} ranks, but torch.distributed is not "
         "initialised, and their models drift apart: call torch.distributed.init_process_group() before the first "
         "forward pass, or unset WORLD_SIZE if this process trains alone",
-        NatgradWarning,
+        "process-group",
         stacklevel=5,  # the caller of `step`
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture import Capture
-from natgrad.errors import NatgradWarning
+from natgrad.errors import warn
 from natgrad.layers import Slot
 from natgrad.preconditioner.structure import Structure
 from natgrad.state.counters import StepCounters
@@ -97,7 +96,8 @@ class CallOrder:
             self._warn_once(
                 "step() comes without a backward pass since the last one, or its layers saw none: call "
                 "preconditioner.step() (a PreconditionedOptimizer's step does) once after each loss.backward(), and "
-                "build the Preconditioner, or the optimizer that holds it, before the forward pass"
+                "build the Preconditioner, or the optimizer that holds it, before the forward pass",
+                "no-backward-pass",
             )
         return not untouched
 
@@ -107,13 +107,14 @@ class CallOrder:
             self._warn_once(
                 "optimizer.step() uses gradients that were never preconditioned: call preconditioner.step() after each "
                 "backward() and before each optimizer.step(); if these steps are the optimizer's on purpose, as in a "
-                "warm-up, all is well"
+                "warm-up, all is well",
+                "not-preconditioned",
             )
 
-    def _warn_once(self, message: str) -> None:
+    def _warn_once(self, message: str, anchor: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=5)  # the caller of either `step`
+            warn(f"natgrad: {message}", anchor, stacklevel=5)  # the caller of either `step`
 
 
 def _changes_nothing(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from natgrad.curvature import Curvature, Curvatures
 from natgrad.curvature.unitwise import for_norms
-from natgrad.errors import NatgradWarning
+from natgrad.errors import warn
 from natgrad.layers import Layer, is_known, is_trained, layers_for, matches, qualified, reason_for, show_key
 from natgrad.layers.embedding import EmbeddingLayer
 
@@ -272,7 +271,7 @@ def warn_of_idle(model: nn.Module, curvature: Curvature | Curvatures, coverage: 
         frozen = any("frozen" in left.reason for left in coverage.left)
         uncovered = "no layer of the model is covered" + (" while its weights are frozen" if frozen else "")
         what = f"the patterns {idle} decide for no module" if idle else uncovered
-        warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=4)
+        warn(f"natgrad: {what}; see explain()", "coverage", stacklevel=4)
 
 
 def warn_of_uncovered(coverage: Coverage) -> None:
@@ -288,10 +287,10 @@ def warn_of_uncovered(coverage: Coverage) -> None:
     if not (coverage.layers and left) or share >= _ENOUGH:
         return
     largest = ", ".join(f"{one.parameter} ({one.reason})" for one in left[:_NAMED])
-    warnings.warn(
+    warn(
         f"natgrad has curvature for {share:.0%} of the elements of weight matrices. The optimizer moves the others "
         f"without it, the largest of which are {largest}. See explain(). A pattern with None says that it is intended",
-        NatgradWarning,
+        "coverage",
         stacklevel=4,
     )
 
@@ -314,10 +313,10 @@ def warn_of_lost(before: Iterable[str], coverage: Coverage) -> None:
     reasons = {left.parameter.rpartition(".")[0]: left.reason for left in coverage.left if "frozen" not in left.reason}
     lost = [name for name in before if name not in covered and name in reasons]
     if lost:
-        warnings.warn(
+        warn(
             f"natgrad: the model has changed, and the optimizer moves {_listed(lost)} without curvature from now on: "
             f"{'; '.join(dict.fromkeys(reasons[name] for name in lost))}",
-            NatgradWarning,
+            "changed-model",
             stacklevel=4,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from natgrad.distributed.fsdp import named_parameters
-from natgrad.errors import NatgradWarning
+from natgrad.errors import warn
 from natgrad.layers.norm import NORMS
 
 _UNDECAYED = (nn.Embedding, nn.EmbeddingBag, *NORMS)
@@ -117,11 +116,11 @@ def _warn_of_idle(names: list[str]) -> None:
     """Warn of trained parameters that are in no group, if there are any."""
     if names:
         listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
-        warnings.warn(
+        warn(
             f"natgrad: {len(names)} trained parameters are in no group of the optimizer, and do not move: {listed}. "
             "They were replaced or added after it was built: build the optimizer after the change, or call "
             'optimizer.add_param_group({"params": [...]}) with them',
-            NatgradWarning,
+            "parameters-in-no-group",
             stacklevel=5,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,7 +23,7 @@ from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement
 from natgrad.distributed.fsdp import find_mesh, is_sharded, local
-from natgrad.errors import ArgumentError, NatgradWarning, require, require_one_of
+from natgrad.errors import ArgumentError, require, require_one_of, warn
 from natgrad.layers import layers_for
 from natgrad.linalg.device import multiplies_bfloat16, on_host
 from natgrad.linalg.precision import Precision, at_least_float32
@@ -516,10 +515,10 @@ def warn_of_other_heads(outputs: Any, matrices: Mapping[str, Place], chosen: Seq
     leaves = [leaf for leaf in leaves if leaf.grad_fn not in inner]
     heads = list(dict.fromkeys(name for leaf in leaves if (name := _first_matrix(leaf.grad_fn, names)) is not None))
     if heads and set(heads) != set(chosen):
-        warnings.warn(
+        warn(
             f"natgrad: NaturalMuon has taken {', '.join(chosen)} for the layers nearest to the loss, but in the first "
             f"forward pass these were {', '.join(heads)}: pass heads={heads}",
-            NatgradWarning,
+            "heads",
             stacklevel=2,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from natgrad.capture.counts import Count
 from natgrad.distributed.fsdp import is_sharded, local, whole
-from natgrad.errors import NatgradWarning, require
+from natgrad.errors import require, warn
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.preconditioner import Preconditioner
@@ -193,10 +192,10 @@ class PreconditionedOptimizer(Optimizer):
     def _warn_of_missing_curvature(self) -> None:
         """Warn if the optimizer's state was loaded without the preconditioner's."""
         if self._lacks_curvature and not self.preconditioner.has_curvature:
-            warnings.warn(
+            warn(
                 "natgrad: the loaded optimizer state came without the preconditioner's, whose curvature starts anew: "
                 "to resume it, save and load the preconditioner, too",
-                NatgradWarning,
+                "state-without-curvature",
                 stacklevel=3,
             )
         self._lacks_curvature = False
@@ -271,13 +270,13 @@ class PreconditionedOptimizer(Optimizer):
         curvature, plan = preconditioner.state_dict(gather=gather), preconditioner.plan
         if not (gather or preconditioner.is_consolidated or self._warned_of_incomplete) and plan.columns > 1:
             self._warned_of_incomplete = True
-            warnings.warn(
+            warn(
                 f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of this "
                 f"rank's layers only, and the file of one rank cannot resume all {plan.ranks}. Call "
                 "consolidate_state_dict() on every rank before. Inside a trainer pass placement='comm-opt', or do what "
                 "docs/integrations.md says of this trainer. (torch.distributed.checkpoint takes the optimizer's part "
                 "alone, which is complete: save the preconditioner with it)",
-                NatgradWarning,
+                "incomplete-state",
                 stacklevel=2,
             )
         return {**self.optimizer.state_dict(), "preconditioner": curvature}

@@ -24,7 +24,7 @@ from natgrad.damping import ByKind, Damping, default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.communicator import is_lost
 from natgrad.distributed.fsdp import check_layers, extra_passes, is_managed, plain_copy
-from natgrad.errors import NatgradError, NatgradWarning, describe, require
+from natgrad.errors import NatgradError, NatgradWarning, describe, require, warn
 from natgrad.linalg.device import known_all
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction
@@ -436,11 +436,11 @@ class Preconditioner:
         reductions.warn_of_default()
         masked = self._capture.masked() if count is None else None
         if masked is not None:
-            warnings.warn(
+            warn(
                 f"natgrad: {masked[0]} of {masked[1]} positions have a gradient at the layer nearest to the loss, but "
                 "without a count all positions count. If the loss leaves some out (ignore_index), pass "
                 'step(count="auto"), or set count = "auto" of a PreconditionedOptimizer; else pass their number',
-                NatgradWarning,
+                "masked-positions",
                 stacklevel=4,  # the caller of `step`
             )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from natgrad.errors import NatgradWarning
+from natgrad.errors import warn
 from natgrad.tasks.base import DataError
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ class Unreadable:
                 return read(place)
             except DataError as error:
                 self._found[place] = True
-                warnings.warn(f"{error}; the next sample takes its place", NatgradWarning, stacklevel=2)
+                warn(f"{error}; the next sample takes its place", "samples-left-out", stacklevel=2)
         raise DataError(f"no sample of {min(samples, _IN_A_ROW)} in a row can be read, from sample {index} on")
 
     def indices(self) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from hashlib import sha256
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from natgrad.errors import NatgradError, NatgradWarning
+from natgrad.errors import NatgradError, warn
 
 from . import tensor_file
 from .files import sync
@@ -184,9 +183,9 @@ def load_latest(
             continue
         if _place()[0] == 0:
             for problem in problems:
-                warnings.warn(
+                warn(
                     f"{problem}; the run goes on from the checkpoint of step {step_of(path)}",
-                    NatgradWarning,
+                    "damaged-checkpoint",
                     stacklevel=2,
                 )
         return state

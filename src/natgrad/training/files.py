@@ -6,14 +6,13 @@ import errno
 import fcntl
 import json
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-from natgrad.errors import ArgumentError, NatgradError, NatgradWarning
+from natgrad.errors import ArgumentError, NatgradError, warn
 
 _LOCK, _PARTIAL = ".lock", ".partial"
 
@@ -155,7 +154,7 @@ def _lock(folder: Path, name: str) -> Lock:
             os.close(descriptor)
             raise
         text = f"the file system of {folder} has no locks: make sure that no other process uses this folder"
-        warnings.warn(text, NatgradWarning, stacklevel=4)
+        warn(text, "no-locks", stacklevel=4)
     return Lock(descriptor)
 
 

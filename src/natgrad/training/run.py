@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from natgrad.errors import ArgumentError, NatgradWarning, require
+from natgrad.errors import ArgumentError, require, warn
 
 from . import checkpoint
 from .build import rehearse
@@ -194,7 +193,7 @@ def _claimed(output: Output, job: Job, *, resume: bool) -> Iterator[tuple[_Place
         is_new, run = run is None, uuid.uuid4().hex if run is None else run
         done = None if is_new else _done(folder, run, job, resume=resume)
         for path in {*checkpoint.complete(folder / CHECKPOINTS)} - {*checkpoint.complete(folder / CHECKPOINTS, run)}:
-            warnings.warn(f"{path} is not a checkpoint of this run, and is left as it is", NatgradWarning, stacklevel=4)
+            warn(f"{path} is not a checkpoint of this run, and is left as it is", "foreign-checkpoint", stacklevel=4)
         checkpoint.clean(folder / CHECKPOINTS, run)
         if done is None:
             (folder / METRICS).unlink(missing_ok=True)
@@ -297,7 +296,7 @@ def _save(place: _Place, world: World, training: Training) -> None:
             older = checkpoint.complete(place.folder / CHECKPOINTS, place.run)
             last = checkpoint.step_of(older[-1]) if older else None
             stays = "without a checkpoint" if last is None else f"and the checkpoint of step {last} stays"
-            warnings.warn(f"{error}; the run goes on, {stays}", NatgradWarning, stacklevel=2)
+            warn(f"{error}; the run goes on, {stays}", "unwritten-file", stacklevel=2)
 
 
 def _restore(training: Training, place: _Place, world: World) -> None:
@@ -347,4 +346,4 @@ class _Recorder:
             self._missing = False
         except OSError as error:
             self._missing = True
-            warnings.warn(f"{path} could not be written: {error}; tried again later", NatgradWarning, stacklevel=2)
+            warn(f"{path} could not be written: {error}; tried again later", "unwritten-file", stacklevel=2)

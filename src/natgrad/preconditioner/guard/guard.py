@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from natgrad.errors import CurvatureError, NatgradWarning
+from natgrad.errors import CurvatureError, warn
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
 from natgrad.schedule import check_whole
@@ -215,10 +214,10 @@ class FailureCounters:
             raise CurvatureError(f"{what}, after {in_row} skipped steps in a row: {_ADVICE}")
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"natgrad: {what}: the optimizer has skipped a step, and will skip others like it; "
                 "metrics()['skipped_steps'] counts them",
-                NatgradWarning,
+                "skipped-step",
                 stacklevel=5,  # the caller of `step`
             )
 

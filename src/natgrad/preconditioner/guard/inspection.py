@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from natgrad.capture.sums import StatisticsBuffer
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import local, own_rows
-from natgrad.errors import NatgradWarning
+from natgrad.errors import warn
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.preconditioner.guard.guard import FailureCounters
@@ -136,7 +135,7 @@ class Inspection:
         if fresh:
             names = ", ".join(fresh[:_NAMED]) + (f" and {len(fresh) - _NAMED} more" if len(fresh) > _NAMED else "")
             message = f"natgrad has no curvature for {names}: {why}; see explain()"
-            warnings.warn(message, NatgradWarning, stacklevel=5)  # the caller of `step`
+            warn(message, "no-curvature", stacklevel=5)  # the caller of `step`
 
 
 def _tables(groups: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlocks]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from natgrad.errors import NatgradWarning, require
+from natgrad.errors import require, warn
 from natgrad.tasks.base import DataError
 from natgrad.tasks.vision import pycocotools
 
@@ -109,7 +108,7 @@ def _part(folder: Path, name: str) -> Part:
         picture.instances.append(Instance(box=box, label=label, outline=outline, is_crowd=bool(each["iscrowd"])))
     if without_area:
         boxes = "box without width or height is" if without_area == 1 else "boxes without width or height are"
-        warnings.warn(f"{path}: {without_area} {boxes} left out", NatgradWarning, stacklevel=2)
+        warn(f"{path}: {without_area} {boxes} left out", "samples-left-out", stacklevel=2)
     return Part(pictures=list(pictures.values()), categories=categories)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from natgrad.errors import NatgradWarning, require
+from natgrad.errors import require, warn
 from natgrad.tasks.base import DataError
 
 
@@ -57,4 +56,4 @@ def report_left_out(path: Path, count: int, total: int, what: str) -> None:
     if count == total:
         raise DataError(f"{path} has nothing but {what}")
     if count:
-        warnings.warn(f"{path}: left out {count} of {total} {what}", NatgradWarning, stacklevel=2)
+        warn(f"{path}: left out {count} of {total} {what}", "samples-left-out", stacklevel=2)
