@@ -67,7 +67,7 @@ def test_all_ranks_go_back_to_the_checkpoint_before_and_rank_0_says_so(ranks, fo
     (message,), others = (told for _, _, told in results)
     assert "step-000000002 is damaged or incomplete" in message
     assert name in message
-    assert message.endswith("the run goes on from the checkpoint of step 1")
+    assert "; the run goes on from the checkpoint of step 1. See " in message
     assert not others
     assert checkpoint.step_of(checkpoint.latest(folder)) == 1, "one process decides as two ranks do"
 
@@ -125,7 +125,7 @@ def test_a_state_that_one_rank_cannot_restore_is_used_by_none(ranks, folder):
     (tried, message, _), (others, nothing, _) = ranks.run(2, restored, folder, KeyError("seed"))
     assert tried == others == [2, 1]
     assert "step-000000002 does not hold the state of this run: KeyError: 'seed'" in message
-    assert message.endswith("the run goes on from the checkpoint of step 1")
+    assert "; the run goes on from the checkpoint of step 1. See " in message
     assert not nothing
 
 

@@ -1,5 +1,6 @@
 """The code in the documents runs, and the names, flags and links in them exist."""
 
+import ast
 import re
 import shlex
 import warnings
@@ -14,11 +15,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import natgrad
-from natgrad import recipes
+from natgrad import errors, recipes
 from natgrad.cli import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/tutorials/*.md")), *sorted(ROOT.glob("*.md"))]
 TEXTS = {page.stem: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
 SNIPPETS = [
     pytest.param(code, id=f"{name}-{index}")
@@ -106,9 +107,12 @@ def test_flags_of_command_lines_are_known(line):
     assert {word for word in words if word.startswith("--")} <= options
 
 
+def slug(title):
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 def anchors(page):
-    titles = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return set(map(slug, re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.stem)
@@ -121,6 +125,45 @@ def test_links_lead_to_files_and_titles(page):
             assert not title or title in anchors(target), link
 
 
+TREES = [ast.parse(path.read_text()) for path in sorted((ROOT / "src").rglob("*.py"))]
+WRITTEN = {
+    node.value
+    for tree in TREES
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+}
+
+
+def test_the_pages_are_short():
+    apart = {"measurements", "scoreboard", "CHANGELOG", "CONTRIBUTING", "SECURITY"}
+    assert sum(len(text.split()) for name, text in TEXTS.items() if name not in apart) < 25_000
+
+
+def test_each_warning_and_error_leads_to_its_section():
+    calls = [node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1]
+    warned = {ast.unparse(call.func): [] for call in calls}
+    for call in calls:
+        warned[ast.unparse(call.func)].append(call.args[1])
+    assert not [kind for kind in warned.get("warnings.warn", []) if ast.unparse(kind) == "NatgradWarning"][
+        1:
+    ]  # in `warn`
+    given = [*warned["warn"], *warned["self._warn_once"]]
+    used = {anchor.value for anchor in given if isinstance(anchor, ast.Constant)}
+    used |= {kind.anchor for kind in errors.__dict__.values() if getattr(kind, "anchor", "")}
+    sections = re.findall(r"^#+ (.*)\n\n> (.*)$", TEXTS["trouble"], re.MULTILINE)
+    assert {slug(title) for title, _ in sections} == used
+    for fragment in (part.strip() for _, message in sections for part in message.split("…")):
+        assert any(fragment in text for text in WRITTEN), fragment
+    assert errors.PAGE.startswith(re.search(r"^site_url: (.*)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1])
+
+
+def test_a_message_ends_in_the_address():
+    with pytest.warns(natgrad.NatgradWarning, match=r"rank=0.1 a tenth. See https://.*/trouble/#one-row$"):
+        natgrad.HyLo(rank=1)
+    assert str(natgrad.CurvatureError("bad")) == f"bad. See {errors.PAGE}#unusable-curvature"
+    assert str(natgrad.NatgradError("bad")) == "bad"
+
+
 def test_get_started_runs_as_pasted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -129,5 +172,3 @@ def test_get_started_runs_as_pasted(tmp_path, monkeypatch):
         exec(compile(code.replace("steps=200", "steps=60"), "get_started", "exec"), names)
     assert names["natural"] < names["adamw"]
     assert names["optimizer"].state_dict()["preconditioner"]["step"] == 60
-    with torch.no_grad():
-        assert nn.functional.cross_entropy(names["network"](names["images"]), names["labels"]) < 0.3
