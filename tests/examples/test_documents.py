@@ -76,6 +76,27 @@ def test_snippet(code):
     assert len(before) != len(after) or all(not old.equal(new) for old, new in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize(
+    "code",
+    [code for name in ("choose", "coming_from") for code in re.findall(r"```python\n(.*?)```", TEXTS[name], re.DOTALL)],
+)
+def test_snippet_that_builds(code):
+    names = setting()
+    before = [parameter.clone() for parameter in names["model"].parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", natgrad.NatgradWarning)
+        exec(compile(code, "snippet", "exec"), names)
+        optimizer = names["optimizer"]
+        if not isinstance(optimizer, natgrad.PreconditionedOptimizer):
+            optimizer = natgrad.PreconditionedOptimizer(optimizer, names["preconditioner"])
+        for inputs, targets in names["loader"]:
+            optimizer.zero_grad()
+            names["criterion"](names["model"](inputs), targets).backward()
+            optimizer.step()
+    after = names["model"].parameters()
+    assert all(not old.equal(new) for old, new in zip(before, after, strict=True))
+
+
 def test_the_loop_with_large_batches_learns():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
