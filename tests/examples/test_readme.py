@@ -55,7 +55,9 @@ def test_its_links_are_absolute_and_lead_to_files():
             r"https://(?:github|raw\.githubusercontent)\.com/natgrad/natgrad/(?:blob/)?main/(.+)", link
         )
         assert place, link
-        assert (ROOT / place[1]).exists(), link
+        path, _, title = place[1].partition("#")
+        assert (ROOT / path).exists(), link
+        assert not title or f"## {title}" in (ROOT / path).read_text().lower(), link
 
 
 def test_it_is_short():
