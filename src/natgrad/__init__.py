@@ -116,7 +116,9 @@ def __getattr__(name: str) -> Any:
     if name in _REMOVED:
         raise AttributeError(f"natgrad.{name} was removed: {_REMOVED[name]}")
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from natgrad.errors import did_you_mean  # noqa: PLC0415  # here it would be a name of this module
+
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, _HOMES)}")
     home = _HOMES[name]
     value = import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
     globals()[name] = value
@@ -124,4 +126,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted([*_HOMES, "__version__"])

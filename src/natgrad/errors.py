@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 PAGE = "https://natgrad.github.io/natgrad/trouble/"
@@ -87,7 +89,24 @@ def require_one_of(name: str, value: Any, *allowed: str) -> None:
         ArgumentError: if it is not.
     """
     *others, last = map(repr, allowed)
-    require(isinstance(value, str) and value in allowed, name, value, f"{', '.join(others)} or {last}")
+    what = f"{', '.join(others)} or {last}{did_you_mean(value, allowed)}"
+    require(isinstance(value, str) and value in allowed, name, value, what)
+
+
+def one_of(value: Any, choices: Iterable[str], owner: str = "") -> str:
+    """Return what an error says that `value` must be: one of these names, which may be options of an `owner`."""
+    choices = list(choices)
+    if owner and not choices:
+        return f"left out: {owner} has none"
+    whose = f"{owner}'s: " if owner else ""
+    return f"one of {whose}{', '.join(choices)}{did_you_mean(value, choices)}"
+
+
+def did_you_mean(value: Any, choices: Iterable[str]) -> str:
+    """Return the end of an error that names the choice nearest to `value`; empty if none is near."""
+    lower = {choice.lower(): choice for choice in choices}
+    near = get_close_matches(str(value).lower(), lower, 1)
+    return f" (did you mean {lower[near[0]]!r}?)" if near else ""
 
 
 def describe(value: Any) -> Any:

@@ -197,7 +197,7 @@ def test_a_stopped_run_ends_where_it_was_stopped(tmp_path, monkeypatch, before):
     def stop_requests():
         yield lambda: next(asked) >= before - 1  # the answer is read a step later
 
-    arguments = ("train", "tabular", "--optimizer", "sgd", "--lr", "0.1")
+    arguments = ("train", "tabular", "--optimizer", "sgd", "--lr", "0.1", "--schedule", "constant")
     with monkeypatch.context() as patch:
         patch.setattr("natgrad.training.run.stop_requests", stop_requests)
         stopped = run(*arguments, "--steps", "21", "--out", folder)

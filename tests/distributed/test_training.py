@@ -255,5 +255,5 @@ def test_torchrun_starts_the_same_run(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 2  step 14/14") == 1
-    own = train(Job(task="tabular", workers=2, epochs=2), Output())
+    own = train(Job(task="tabular", schedule="cosine", workers=2, epochs=2), Output())
     assert [point.loss for point in read_points(folder / "metrics.jsonl")] == [point.loss for point in own.points]

@@ -108,7 +108,8 @@ def test_text_is_learned_with_curvature(tmp_path, name, write, settings):
 def test_a_run_goes_on_when_its_data_have_moved(tmp_path, workers):
     data, moved = tmp_path / "data", tmp_path / "moved"
     folders.idx(data, "gz", count=24)
-    arguments = ("train", "3c1f-fashion-mnist", "--data", data, *SETTINGS, "--workers", workers)
+    settings = (*SETTINGS, "--schedule", "constant", "--workers", workers)
+    arguments = ("train", "3c1f-fashion-mnist", "--data", data, *settings)
     assert run(*arguments, "--steps", 9, "--out", tmp_path / "whole").exit_code == 0
     assert run(*arguments, "--steps", 4, "--out", tmp_path / "run").exit_code == 0
     shutil.move(data, moved)

@@ -59,7 +59,7 @@ def test_with_averaging_over_nodes_the_first_rank_is_the_one_that_counts(tmp_pat
 def test_a_resumed_run_does_not_need_what_it_started_from(tmp_path, trained):
     first = tmp_path / "first"
     shutil.copytree(trained, first)
-    start = ("train", "tabular", "--start-from", first, "--optimizer", "adamw", "--lr", 0.01)
+    start = ("train", "tabular", "--start-from", first, "--optimizer", "adamw", "--lr", 0.01, "--schedule", "constant")
     assert run(*start, "--steps", 6, "--out", tmp_path / "whole").exit_code == 0
     assert run(*start, "--steps", 2, "--out", tmp_path / "run").exit_code == 0
     shutil.rmtree(first)

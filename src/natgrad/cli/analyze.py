@@ -117,7 +117,6 @@ def analyze(
 
     The default options of the run are those tuned for the task.
     """
-    print(f"analyzing {task} ...", flush=True)  # before the imports, which take seconds
     import json
 
     from natgrad.errors import require
@@ -174,6 +173,7 @@ def analyze(
     require(not (folder / _CONFIGURATION).exists(), "out", str(folder), "a folder without an analysis")
     result = None
     with claimed(folder, "out"):
+        print(f"analyzing {task} ...", flush=True)
         values = {**study.to_json(), "environment": environment.describe()}
         replace_text(folder / _CONFIGURATION, json.dumps(values, indent=2) + "\n")
         try:
@@ -186,13 +186,13 @@ def analyze(
 def _job(task: str, optimizer: str, run_options: dict[str, Any], curvature_options: dict[str, Any]) -> Job:
     """Return the contender's job: its defaults, replaced by tuned settings, replaced by options that are not None."""
     from natgrad import tasks
-    from natgrad.errors import require
+    from natgrad.errors import one_of, require
     from natgrad.training import contenders, optimizers, tuned
     from natgrad.training.job import Job
 
-    require(task in tasks.names(), "task", task, tasks.known_names())
+    require(task in tasks.names(), "task", task, tasks.known_names(task))
     allowed = list(dict.fromkeys([*contenders.NAMES, *contenders.CURVATURES, *optimizers.names()]))
-    require(optimizer in allowed, "optimizer", optimizer, f"one of {', '.join(allowed)}")
+    require(optimizer in allowed, "optimizer", optimizer, one_of(optimizer, allowed))
     known, contender = tuned.read(task), contenders.get(optimizer)
     settings: dict[str, Any] = {**contender.settings, **(known.settings.get(optimizer, {}) if known else {})}
     given = {name: value for name, value in curvature_options.items() if value is not None}

@@ -49,8 +49,6 @@ def compare(
     ),
 ) -> None:
     """Compare optimizers on TASK..., and write tables, plots and one HTML page."""
-    # Before the imports, which take seconds.
-    print(f"comparing {optimizers} on {', '.join(task)}, {workers} rank(s) a run ...", flush=True)
     from natgrad.training.fork_server import start_fork_server
 
     start_fork_server("natgrad.cli")  # it imports while this process imports

@@ -73,8 +73,12 @@ def train(
         ),
     ] = None,
     schedule: Annotated[
-        str, typer.Option(help="constant, cosine, polynomial, step or plateau.", rich_help_panel=_RATE)
-    ] = "constant",
+        str,
+        typer.Option(
+            help="constant, cosine, polynomial, step or plateau; with --recipe that of the recipe, or constant.",
+            rich_help_panel=_RATE,
+        ),
+    ] = "cosine",
     schedule_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -252,10 +256,6 @@ def train(
     ] = 30.0,
 ) -> None:
     """Train TASK, alone or on several ranks; Ctrl-C saves a checkpoint and ends."""
-    if _is_rank_0() and (resume or task):  # before the imports, which take seconds
-        ranks = f" on {workers} ranks" if workers > 1 else ""
-        what = f"resuming {resume}" if resume else f"starting {task}{_source(task, data)}"
-        print(f"{what}{ranks} ...", flush=True)
     if workers > 1:
         from natgrad.training.fork_server import start_fork_server
 
@@ -269,7 +269,9 @@ def train(
     else:
         job = _new_job(ctx)
         folder = out or _default_folder(job, recipe)
-    output = Output(folder=folder, save_seconds=checkpoint_seconds, show=True)
+    what = f"starting {task}{_source(task, data)}" if resume is None else f"resuming {resume}"
+    title = f"{what}{f' on {workers} ranks' if workers > 1 else ''} ..."
+    output = Output(folder=folder, save_seconds=checkpoint_seconds, show=True, title=title)
     try:
         result = run(job, output, resume=resume is not None)
     except StoppedError:
@@ -311,6 +313,8 @@ def _new_job(ctx: typer.Context) -> Job:
     if "workers" in given or _is_launched():
         given["workers"] = _ranks(ctx.params["workers"])
     require("task" in given, "task", None, tasks.known_names())
+    if recipe == "none":
+        given.setdefault("schedule", ctx.params["schedule"])
     values = apply(recipe, given)
     for names, of in ((OF_A_CURVATURE, "curvature"), (_AVERAGING_OPTIONS, "averaging")):
         if values.get(of, "none") == "none":
@@ -348,7 +352,7 @@ def _source(task: str | None, data: str | None) -> str:
     from natgrad import tasks
     from natgrad.tasks.applications import Application
 
-    facts = tasks.facts_of(task) if task is not None and task in tasks.names() else None
+    facts = None if task is None else tasks.facts_of(task)
     if not isinstance(facts, Application):
         return ""
     return f" on {facts.data_set.title}, without --data" if data is None else f" on {data}"

@@ -12,7 +12,7 @@ from natgrad.curvature.rank_one import RankOne
 from natgrad.curvature.rows import SNGD, HyLo
 from natgrad.curvature.spectral import Spectral
 from natgrad.curvature.unitwise import UnitWise
-from natgrad.errors import require
+from natgrad.errors import did_you_mean, require
 from natgrad.layers import is_key, show_key
 
 __all__ = ["EKFAC", "KFAC", "SNGD", "Curvature", "HyLo", "RankOne", "Spectral", "UnitWise"]
@@ -51,6 +51,7 @@ def _resolve(name: str, curvature: object, allowed: str) -> Curvature | None:
         return BY_NAME[curvature]()
     is_optimizer = isinstance(curvature, str) and curvature == "kbfgs"
     require(not is_optimizer, name, curvature, "a curvature: K-BFGS is an optimizer, natgrad.KBFGS(model, lr=...)")
-    require(curvature is None or isinstance(curvature, Curvature), name, curvature, allowed)
+    fits = curvature is None or isinstance(curvature, Curvature)
+    require(fits, name, curvature, allowed + did_you_mean(curvature, BY_NAME))
     assert curvature is None or isinstance(curvature, Curvature)
     return curvature

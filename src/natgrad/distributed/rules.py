@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from typing_extensions import override
 
-from natgrad.errors import require
+from natgrad.errors import did_you_mean, require
 from natgrad.schedule import is_number
 
 # Where the statistics of a layer are summed over the ranks: on "all" ranks, or on its only "worker". "alone": there is
@@ -219,8 +219,8 @@ def rule_of(name: str | PlacementRule, fraction: float | None) -> PlacementRule:
     if isinstance(name, PlacementRule):
         rule = name
     else:
-        allowed = ", ".join(map(repr, names())) + ", or a natgrad.PlacementRule"
-        require(isinstance(name, str) and name in names(), "name", name, f"one of {allowed}")
+        allowed = f"one of {', '.join(map(repr, names()))}, or a natgrad.PlacementRule{did_you_mean(name, names())}"
+        require(isinstance(name, str) and name in names(), "name", name, allowed)
         rule = _RULES.get(name, CommOpt)()
     require(fraction is None, "fraction", fraction, "left out unless name='hybrid'")
     overlaps = rule.sends_during_backward or rule.renews_in_background

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from natgrad.curvature import BY_NAME
-from natgrad.errors import require, require_one_of
+from natgrad.errors import did_you_mean, one_of, require, require_one_of
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.membership import decayed
 from natgrad.preconditioner.natural_muon import NaturalMuon
@@ -100,16 +99,15 @@ def resolve_name(name: str) -> tuple[str, str | None]:
     Raises:
         ValueError: if there are none of such names.
     """
-    choices = {plain_name(one): one for one in ("natural-muon", *(f"sgd+{curvature}" for curvature in BY_NAME))}
     examples = f"'natural-muon', or an optimizer of torch and one of {', '.join(BY_NAME)}, such as 'adamw+kfac'"
     require(isinstance(name, str), "name", name, examples)
     base, plus, curvature = plain_name(name).partition("+")
     if not plus and base == "naturalmuon":
         return base, None
     by_plain_name = {plain_name(one): one for one in BY_NAME}
-    close = get_close_matches(plain_name(name), choices, 1)
-    meant = f" (did you mean {choices[close[0]]!r}?)" if close and close[0] != plain_name(name) else ""
-    require(base in _BASES and curvature in by_plain_name, "name", name, examples + meant)
+    fits = base in _BASES and curvature in by_plain_name
+    choices = ("natural-muon", *(f"{base if base in _BASES else 'sgd'}+{one}" for one in BY_NAME))
+    require(fits, "name", name, examples + did_you_mean(name, choices))
     return base, by_plain_name[curvature]
 
 
@@ -122,9 +120,7 @@ def _check_options(name: str, options: Mapping[str, Any], known: set[str]) -> No
     """Check that all options are known."""
     every = sorted({*known, "lr", "weight_decay", "decay", "clip_norm"})
     for option, value in options.items():
-        close = get_close_matches(option, every, 1)
-        meant = f"{close[0]} (did you mean that?), or another" if close else "one"
-        require(option in known, option, value, f"{meant} of the options of {name!r}: {', '.join(every)}")
+        require(option in known, option, value, one_of(option, every, name))
 
 
 def _parts(model: nn.Module, weight_decay: float, decay: str) -> list[list[nn.Parameter]]:

@@ -8,7 +8,7 @@ from typing import get_args
 
 from typing_extensions import override
 
-from natgrad.errors import require, require_one_of
+from natgrad.errors import did_you_mean, require, require_one_of
 from natgrad.refresh.rule import INTERVAL, SIDES, Candidate, DriftRule, Measure, Reads, RefreshRule, Side, TraceRule
 from natgrad.schedule import Schedule, check_number, check_schedule, check_whole, is_whole, value_at
 
@@ -314,7 +314,7 @@ def resolve_refresh(refresh: object) -> RefreshRule:
         ValueError: if `refresh` is none of these, or attributes of the rule are not allowed.
     """
     allowed = "a natgrad.Refresh or natgrad.Adaptive, another natgrad.RefreshRule, one of the names "
-    allowed += f"{', '.join(_RULES)}, or a whole number ≥ 1"
+    allowed += f"{', '.join(_RULES)}, or a whole number ≥ 1{did_you_mean(refresh, _RULES)}"
     if is_whole(refresh):
         require(refresh >= 1, "refresh", refresh, allowed)
         refresh = Refresh(inverses=refresh)

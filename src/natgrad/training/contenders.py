@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from natgrad.errors import require
+from natgrad.errors import one_of, require
 from natgrad.preconditioner.create import plain_name
 
 from . import curvatures, optimizers
@@ -103,7 +103,7 @@ def get(name: str) -> Contender:
     if name in _KNOWN:
         return _KNOWN[name]
     allowed = list(dict.fromkeys([*_KNOWN, *optimizers.names()]))
-    require(name in allowed, "optimizers", name, f"one of {', '.join(allowed)}")
+    require(name in allowed, "optimizers", name, one_of(name, allowed))
     usual = optimizers.default_learning_rate(name)
     return Contender(
         name=name,

@@ -14,7 +14,7 @@ from torch import nn
 from natgrad.curvature import BY_NAME, Curvature
 from natgrad.curvature.unitwise import FORMS, for_norms
 from natgrad.damping import Cosine, Exponential, Linear, Piecewise, WarmUp
-from natgrad.errors import ArgumentError, require, require_one_of
+from natgrad.errors import ArgumentError, did_you_mean, one_of, require, require_one_of
 from natgrad.layers.norm import NORMS
 from natgrad.linalg.precision import Precision
 from natgrad.refresh import (
@@ -47,9 +47,8 @@ def check_options(kind: str, name: str, options: Iterable[str], allowed: Sequenc
     Raises:
         ValueError: One of them is not.
     """
-    what = f"one of {name}'s: {', '.join(allowed)}" if allowed else f"left out: {name} has none"
     for option in options:
-        require(option in allowed, f"{kind} option", option, what)
+        require(option in allowed, f"{kind} option", option, one_of(option, allowed, name))
 
 
 # Options that are fields of the job, or set by the task.
@@ -73,7 +72,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A name is unknown.
     """
-    require(name in BY_NAME, "curvature", name, f"one of none, {', '.join(BY_NAME)}")
+    require(name in BY_NAME, "curvature", name, one_of(name, ("none", *BY_NAME)))
     check_options("curvature", name, options, options_of(name))
 
 
@@ -135,8 +134,8 @@ def precision(dtypes: Mapping[str, str]) -> Precision | None:
     """
     allowed = [field.name for field in fields(Precision)]
     for name, dtype in dtypes.items():
-        require(name in allowed, "precision", name, f"one of {', '.join(allowed)}")
-        require(dtype in _DTYPES, f"precision {name}", dtype, f"one of {', '.join(_DTYPES)}")
+        require(name in allowed, "precision", name, one_of(name, allowed))
+        require(dtype in _DTYPES, f"precision {name}", dtype, one_of(dtype, _DTYPES))
     return Precision(**{name: _DTYPES[dtype] for name, dtype in dtypes.items()}) if dtypes else None
 
 
@@ -167,7 +166,7 @@ def damping_schedule(
     Raises:
         ValueError: The schedule, an option or its value is not allowed.
     """
-    require(schedule in _DAMPING, "damping_schedule", schedule, f"one of {', '.join(_DAMPING)}")
+    require(schedule in _DAMPING, "damping_schedule", schedule, one_of(schedule, _DAMPING))
     allowed = _DAMPING[schedule]
     check_options("damping", schedule, options, allowed)
     with options_named("damping option", dict.fromkeys(allowed)):
@@ -225,7 +224,8 @@ def refresh_rule(
         with options_named("refresh option", dict.fromkeys(allowed)):
             return _scheduled(refresh, factors, inverses, options, steps_per_epoch)
     name, _, bound = refresh.partition(":")
-    require(name in ("trace", "drift"), "refresh", refresh, _REFRESH)
+    near = did_you_mean(name, (*_INTERVALS, "trace", "drift"))
+    require(name in ("trace", "drift"), "refresh", refresh, f"{_REFRESH}{near}")
     try:
         if name == "trace":
             rule: RefreshRule = TraceRule(upper=float(bound)) if bound else TraceRule()

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from natgrad import recipes, tasks
 from natgrad.curvature.unitwise import FORMS
-from natgrad.errors import ArgumentError, require, require_one_of
+from natgrad.errors import ArgumentError, did_you_mean, one_of, require, require_one_of
 from natgrad.preconditioner.create import plain_name
 from natgrad.refresh import RefreshRule
 from natgrad.schedule import Schedule, check_number
@@ -374,7 +374,7 @@ def current(values: Mapping[str, Any]) -> dict[str, Any]:
     allowed = [job_field.name for job_field in fields(Job)]
     for name, value in values.items():
         known = name in (*allowed, *_REMOVED, "recipe")
-        require(known, name, value, f"a field of a job: {', '.join(allowed)}")
+        require(known, name, value, f"a field of a job: {', '.join(allowed)}{did_you_mean(name, allowed)}")
     require("task" in values, "task", None, tasks.known_names())
     for name, value in _REMOVED.items():
         require(values.get(name, value) == value, name, values.get(name), f"{value!r}: the option was removed")
@@ -437,7 +437,7 @@ def _plain(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    require(value in allowed, name, value, f"one of {', '.join(allowed)}")
+    require(value in allowed, name, value, one_of(value, allowed))
 
 
 def _check_whole(name: str, value: object, *, least: int, optional: bool = False) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from natgrad import NaturalMuon
-from natgrad.errors import NatgradError, require
+from natgrad.errors import NatgradError, one_of, require
 from natgrad.recipes import HeavyBall
 
 # SparseAdam takes only sparse gradients.
@@ -114,11 +114,11 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A name is unknown.
     """
-    require(name.lower() in names(), "optimizer", name, f"one of {', '.join(names())}")
+    require(name.lower() in names(), "optimizer", name, one_of(name, names()))
     require("lr" not in options, "option lr", options.get("lr"), "given as the learning rate")
     allowed = [option for option in _parameters(name) if option not in ("self", "params", "model", "lr")]
     for option, value in options.items():
-        require(option in allowed, f"option {option}", value, f"one of {name}'s: {', '.join(allowed)}")
+        require(option in allowed, f"option {option}", value, one_of(option, allowed, name))
 
 
 def default_learning_rate(name: str) -> float:

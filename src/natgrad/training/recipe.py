@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from natgrad.errors import ArgumentError, require
+from natgrad.errors import ArgumentError, did_you_mean, require
 from natgrad.preconditioner.create import plain_name
 
 from . import schedules
@@ -73,7 +73,9 @@ def read(recipe: str) -> list[Section]:
     """
     is_path = recipe.endswith(".toml")
     path = Path(recipe) if is_path else _FILES / f"{recipe}.toml"
-    allowed = f"one of none, {', '.join(names())}, or the path of a file that ends in .toml"
+    allowed = (
+        f"one of none, {', '.join(names())}, or the path of a file that ends in .toml{did_you_mean(recipe, names())}"
+    )
     require(path.is_file() if is_path else recipe in names(), "recipe", recipe, allowed)
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -46,6 +46,7 @@ class Output:
             files.
         save_seconds: The least time between two checkpoints; the first comes after three minutes at the latest.
         show: Whether to show the run on the terminal.
+        title: A line that is printed before the run, once its settings are found to be allowed.
 
     Raises:
         ValueError: if `save_seconds` is below 0.
@@ -54,6 +55,7 @@ class Output:
     folder: Path | None = None
     save_seconds: float = 30.0
     show: bool = False
+    title: str = ""
 
     def __post_init__(self) -> None:
         require(self.save_seconds >= 0, "save_seconds", self.save_seconds, "a number >= 0")
@@ -92,6 +94,8 @@ def train(job: Job, output: Output, *, resume: bool = False, own_process: bool =
         _claimed(output, job, resume=resume) if output.folder is not None and is_leader else nullcontext((None, None))
     )
     with claim as (place, lock):
+        if is_leader and output.title:
+            print(output.title, flush=True)
         return launch(_run_rank, job, output, place, lock, workers=job.workers, own_process=own_process)
 
 
