@@ -7,7 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 import natgrad
-from natgrad.cli import app
+from natgrad.cli import app, choices
+from natgrad.training.job import Job
 from natgrad.training.result import read_points
 
 DASO = ("--averaging", "daso", "--nodes", "2", "--workers", "2")
@@ -212,3 +213,55 @@ def test_a_stopped_run_ends_where_it_was_stopped(tmp_path, monkeypatch, before):
     assert [(point.step, point.loss, point.metric) for point in points] == [
         (point.step, point.loss, point.metric) for point in expected
     ]
+
+
+def completed(monkeypatch, text):
+    """Return what bash completes a command line to."""
+    words = text.split(" ")
+    variables = {"_NATGRAD_COMPLETE": "complete_bash", "COMP_WORDS": text, "COMP_CWORD": str(len(words) - 1)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return CliRunner().invoke(app, prog_name="natgrad").output.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("natgrad doc", ["doctor"]),
+        ("natgrad train dig", ["digits"]),
+        ("natgrad train digits --optimizer nat", ["naturalmuon"]),
+        ("natgrad train digits --schedule co", ["constant", "cosine"]),
+        ("natgrad compare digits --optimizers kfac,adamw,natural", ["kfac,adamw,natural-muon"]),
+        ("natgrad explain models:build --optimizer adamw+k", ["adamw+kfac"]),
+    ],
+)
+def test_a_shell_completes_choices(monkeypatch, text, names):
+    assert completed(monkeypatch, text) == names
+
+
+@pytest.mark.parametrize("option", ["device", "fisher", "form", "norm_form", "optimizer", "schedule", "sharing"])
+def test_what_is_completed_is_allowed(option):
+    others = {"curvature": "kfac"} if option in ("fisher", "form", "norm_form", "sharing") else {}
+    for name in choices.names(option):
+        assert getattr(Job(task="digits", **others, **{option: name}), option)
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "analyze", "tasks", "explain", "doctor"])
+def test_help_has_an_example(command):
+    assert f"natgrad {command}" in run(command, "--help").output.partition("Examples:")[2]
+
+
+def test_the_learning_rate_falls_by_a_cosine_unless_a_recipe_decides(tmp_path):
+    (tmp_path / "own.toml").write_text('[[recipe]]\ntasks = ["*"]\noptimizer = "sgd"\n')
+    for arguments, schedule, optimizer in (
+        ((), "cosine", "naturalmuon"),
+        (("--optimizer", "adamw"), "cosine", "adamw"),
+        (("--schedule", "step"), "step", "naturalmuon"),
+        (("--recipe", tmp_path / "own.toml"), "constant", "sgd"),
+        (("--recipe", "large-batch"), "polynomial", "heavyball"),
+    ):
+        out = tmp_path / f"{schedule}-{optimizer}"
+        assert run("train", "digits", "--steps", 1, *arguments, "--out", out).exit_code == 0
+        job = json.loads((out / "config.json").read_text())
+        assert (job["schedule"], job["optimizer"]) == (schedule, optimizer)
+    assert Job.from_json({"task": "digits"}).schedule == "constant"  # a field that an earlier version left out

@@ -85,7 +85,9 @@ def killed_before_its_first_checkpoint(folder, monkeypatch):
 @pytest.mark.parametrize("arguments", [("tabular", "--out"), ("--resume",)])
 def test_a_run_killed_before_its_first_checkpoint_starts_afresh(tmp_path, monkeypatch, arguments):
     """With the same command and with --resume; its evaluations are not counted twice."""
-    settings = ("--optimizer", "sgd", "--lr", "0.1", "--steps", "7") if "--out" in arguments else ()
+    settings = (
+        ("--optimizer", "sgd", "--lr", "0.1", "--schedule", "constant", "--steps", "7") if "--out" in arguments else ()
+    )
     killed_before_its_first_checkpoint(tmp_path, monkeypatch)
     done = CliRunner().invoke(app, ["train", *settings, *arguments, str(tmp_path)])
     assert done.exit_code == 0, done.output

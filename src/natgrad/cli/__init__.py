@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from natgrad.errors import NatgradError
 
 from .analyze import analyze
 from .compare import compare
+from .doctor import doctor
+from .explain import explain
 from .flags import in_flags
 from .train import train
 
@@ -63,11 +66,30 @@ def tasks() -> None:
         wide_console().print(table(sheet))
 
 
-app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(train)
-app.command()(compare)
-app.command()(analyze)
-app.command()(tasks)
+# What `--help` of each command ends with; rich prints a paragraph a line.
+_EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
+    train: (
+        "natgrad train digits",
+        "natgrad train digits --optimizer adamw",
+        "natgrad train glyphs --workers 2 --optimizer sgd --option momentum=0.9 --lr 0.1 --curvature kfac",
+        "natgrad train --resume runs/digits --epochs 40",
+    ),
+    compare: (
+        "natgrad compare digits --optimizers natural-muon,adamw --seeds 1",
+        "natgrad compare autoencoder --search 12 --out runs/autoencoder",
+    ),
+    analyze: ("natgrad analyze digits --epochs 10", "natgrad analyze text --figure rank,error --layers 'head'"),
+    explain: (
+        "natgrad explain torchvision.models:resnet50 --input 8,3,224,224",
+        "natgrad explain my_models:build_gpt --set layers=4 --input 4,128:long --optimizer adamw+kfac",
+    ),
+    doctor: ("natgrad doctor",),
+    tasks: ("natgrad tasks",),
+}
+
+app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, pretty_exceptions_enable=False)
+for _command, _lines in _EXAMPLES.items():
+    app.command(epilog="\n\n".join(("Examples:", *_lines)))(_command)
 
 
 def _print_version(asked: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .choices import completion
 from .flags import absolute
 
 if TYPE_CHECKING:
@@ -32,16 +33,26 @@ _ENDS = {"finished": "finished", "stopped": "was stopped", "diverged": "diverged
 
 
 def analyze(
-    task: Annotated[str, typer.Argument(help="One of `natgrad tasks`.")],
+    task: Annotated[str, typer.Argument(help="One of `natgrad tasks`.", autocompletion=completion("task"))],
     data: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder of the data set, for MODEL-DATA; left out: embedded data.")
     ] = None,
     figure: Annotated[
-        str, typer.Option(help="Some of rank, error, norms, drift, spectra.", rich_help_panel=_MEASURES)
+        str,
+        typer.Option(
+            autocompletion=completion("figure"),
+            help="Some of rank, error, norms, drift, spectra.",
+            rich_help_panel=_MEASURES,
+        ),
     ] = "rank,error,norms,drift,spectra",
     layers: Annotated[str, typer.Option(help="Patterns of layers' names.", rich_help_panel=_MEASURES)] = "*",
     labels: Annotated[
-        str, typer.Option(help="Of the rows' gradients: true or sampled.", rich_help_panel=_MEASURES)
+        str,
+        typer.Option(
+            autocompletion=completion("labels"),
+            help="Of the rows' gradients: true or sampled.",
+            rich_help_panel=_MEASURES,
+        ),
     ] = "true",
     every: Annotated[int | None, typer.Option(help="Steps between drifts.", rich_help_panel=_MEASURES)] = None,
     snapshots: Annotated[
@@ -64,7 +75,12 @@ def analyze(
         typer.Option(help="Of the rate, for the switch; default: the run's.", rich_help_panel=_MEASURES),
     ] = None,
     optimizer: Annotated[
-        str, typer.Option(help="kfac, ekfac, adamw ... as `compare` takes them.", rich_help_panel=_RUN)
+        str,
+        typer.Option(
+            autocompletion=completion("contender"),
+            help="kfac, ekfac, adamw ... as `compare` takes them.",
+            rich_help_panel=_RUN,
+        ),
     ] = "kfac",
     option: Annotated[
         list[str] | None,
@@ -72,7 +88,12 @@ def analyze(
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", rich_help_panel=_RUN, **_NO_DEFAULT)] = None,
     schedule: Annotated[
-        str, typer.Option(help="constant, cosine, polynomial, step or plateau.", rich_help_panel=_RUN)
+        str,
+        typer.Option(
+            autocompletion=completion("schedule"),
+            help="constant, cosine, polynomial, step or plateau.",
+            rich_help_panel=_RUN,
+        ),
     ] = "cosine",
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=_RUN)] = 0,
     epochs: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
@@ -80,23 +101,43 @@ def analyze(
     batch_size: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
     accumulate: Annotated[int, typer.Option(help="Backward passes a step.", rich_help_panel=_RUN)] = 1,
     seed: Annotated[int, typer.Option(help="Of parameters, order and noise.", rich_help_panel=_RUN)] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_RUN)] = "auto",
+    device: Annotated[
+        str, typer.Option(autocompletion=completion("device"), help="auto, cpu or cuda.", rich_help_panel=_RUN)
+    ] = "auto",
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Option of the task; repeatable.", rich_help_panel=_RUN),
     ] = None,
     curvature: Annotated[
-        str | None, typer.Option(help="none, kfac, hylo ...", rich_help_panel=_CURVATURE, **_NO_DEFAULT)
+        str | None,
+        typer.Option(
+            autocompletion=completion("curvature"),
+            help="none, kfac, hylo ...",
+            rich_help_panel=_CURVATURE,
+            **_NO_DEFAULT,
+        ),
     ] = None,
     curvature_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),
     ] = None,
-    form: Annotated[str | None, typer.Option(help="Of K-FAC.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)] = None,
-    fisher: Annotated[
-        str | None, typer.Option(help="empirical or sampled, in training.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)
+    form: Annotated[
+        str | None,
+        typer.Option(autocompletion=completion("form"), help="Of K-FAC.", rich_help_panel=_CURVATURE, **_NO_DEFAULT),
     ] = None,
-    sharing: Annotated[str | None, typer.Option(help="Of K-FAC.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)] = None,
+    fisher: Annotated[
+        str | None,
+        typer.Option(
+            autocompletion=completion("fisher"),
+            help="empirical or sampled, in training.",
+            rich_help_panel=_CURVATURE,
+            **_NO_DEFAULT,
+        ),
+    ] = None,
+    sharing: Annotated[
+        str | None,
+        typer.Option(autocompletion=completion("sharing"), help="Of K-FAC.", rich_help_panel=_CURVATURE, **_NO_DEFAULT),
+    ] = None,
     factors: Annotated[
         int | None, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)
     ] = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .choices import completion
 from .flags import absolute
 
 if TYPE_CHECKING:
@@ -15,12 +16,16 @@ if TYPE_CHECKING:
 
 
 def compare(
-    task: Annotated[list[str], typer.Argument(help="Some of `natgrad tasks`.")],
+    task: Annotated[list[str], typer.Argument(help="Some of `natgrad tasks`.", autocompletion=completion("task"))],
     data: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder of the data set of all tasks; left out: embedded data.")
     ] = None,
     optimizers: Annotated[
-        str, typer.Option(help="Contenders, separated by commas; any optimizer of torch.optim too.")
+        str,
+        typer.Option(
+            autocompletion=completion("contender"),
+            help="Contenders, separated by commas; any optimizer of torch.optim too.",
+        ),
     ] = "natural-muon,kfac,sgd,adamw,muon",
     seeds: Annotated[int, typer.Option(help="Runs a contender.")] = 3,
     first_seed: Annotated[int, typer.Option(help="The runs take it and the seeds after it.")] = 0,
@@ -28,12 +33,18 @@ def compare(
     search: Annotated[
         int, typer.Option(help="Trials a contender before the comparison; 0: start from tuned values.")
     ] = 0,
-    objective: Annotated[str, typer.Option(help="What a search goes by: final loss or metric.")] = "loss",
+    objective: Annotated[
+        str, typer.Option(autocompletion=completion("objective"), help="What a search goes by: final loss or metric.")
+    ] = "loss",
     epochs: Annotated[int | None, typer.Option(help="In place of each task's own.")] = None,
     steps: Annotated[int | None, typer.Option(help="In place of epochs.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Over all ranks; default: the task's.")] = None,
     schedule: Annotated[
-        str, typer.Option(help="constant, cosine, polynomial, step or plateau, for all contenders.")
+        str,
+        typer.Option(
+            autocompletion=completion("schedule"),
+            help="constant, cosine, polynomial, step or plateau, for all contenders.",
+        ),
     ] = "cosine",
     override: Annotated[
         list[str] | None,

@@ -26,6 +26,7 @@ _PARAMETERS = {
     "name": "task",
     "save_seconds": "checkpoint_seconds",
     "figures": "figure",
+    "input": "input_",
     "trials": "search",
 }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .choices import completion
 from .flags import OWN_FLAGS, absolute
 
 if TYPE_CHECKING:
@@ -41,20 +42,25 @@ _OUTPUT = "Output"
 
 def train(
     ctx: typer.Context,
-    task: Annotated[str | None, typer.Argument(help="One of `natgrad tasks`.", show_default=False)] = None,
+    task: Annotated[
+        str | None,
+        typer.Argument(help="One of `natgrad tasks`.", show_default=False, autocompletion=completion("task")),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder of the data set, for MODEL-DATA; left out: embedded data.")
     ] = None,
     recipe: Annotated[
         str,
         typer.Option(
+            autocompletion=completion("recipe"),
             help="Values of a paper: pauloski2022, osawa2019, hylo2022, zhang2022, daso2021; large-batch; or a file "
-            "FILE.toml. Flags replace them."
+            "FILE.toml. Flags replace them.",
         ),
     ] = "none",
     optimizer: Annotated[
         str,
         typer.Option(
+            autocompletion=completion("optimizer"),
             help="naturalmuon, lamb, or any optimizer of torch.optim; auto: naturalmuon, or adamw with --curvature.",
             rich_help_panel=_RATE,
         ),
@@ -75,6 +81,7 @@ def train(
     schedule: Annotated[
         str,
         typer.Option(
+            autocompletion=completion("schedule"),
             help="constant, cosine, polynomial, step or plateau; with --recipe that of the recipe, or constant.",
             rich_help_panel=_RATE,
         ),
@@ -89,20 +96,38 @@ def train(
     ] = None,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=_RATE)] = 0,
     curvature: Annotated[
-        str, typer.Option(help="none, kfac, ekfac, sngd, hylo or rank-one.", rich_help_panel=_CURVATURE)
+        str,
+        typer.Option(
+            autocompletion=completion("curvature"),
+            help="none, kfac, ekfac, sngd, hylo or rank-one.",
+            rich_help_panel=_CURVATURE,
+        ),
     ] = "none",
     curvature_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),
     ] = None,
     form: Annotated[
-        str | None, typer.Option(help="Form of K-FAC: eigen, inverse ...", rich_help_panel=_CURVATURE)
+        str | None,
+        typer.Option(
+            autocompletion=completion("form"), help="Form of K-FAC: eigen, inverse ...", rich_help_panel=_CURVATURE
+        ),
     ] = None,
     fisher: Annotated[
-        str | None, typer.Option(help="Fisher: empirical, the default, or sampled.", rich_help_panel=_CURVATURE)
+        str | None,
+        typer.Option(
+            autocompletion=completion("fisher"),
+            help="Fisher: empirical, the default, or sampled.",
+            rich_help_panel=_CURVATURE,
+        ),
     ] = None,
     sharing: Annotated[
-        str | None, typer.Option(help="Shared weights in K-FAC: expand or reduce.", rich_help_panel=_CURVATURE)
+        str | None,
+        typer.Option(
+            autocompletion=completion("sharing"),
+            help="Shared weights in K-FAC: expand or reduce.",
+            rich_help_panel=_CURVATURE,
+        ),
     ] = None,
     layers: Annotated[
         list[str] | None,
@@ -113,11 +138,17 @@ def train(
         ),
     ] = None,
     norm_form: Annotated[
-        str | None, typer.Option(help="Form for norm layers: full, unit or diag.", rich_help_panel=_CURVATURE)
+        str | None,
+        typer.Option(
+            autocompletion=completion("norm_form"),
+            help="Form for norm layers: full, unit or diag.",
+            rich_help_panel=_CURVATURE,
+        ),
     ] = None,
     placement: Annotated[
         str,
         typer.Option(
+            autocompletion=completion("placement"),
             help="auto, comm-opt, mem-opt, hybrid:FRACTION, reduce-scatter, dp, pipelined or background.",
             rich_help_panel=_CURVATURE,
         ),
@@ -133,6 +164,7 @@ def train(
     gradients: Annotated[
         str,
         typer.Option(
+            autocompletion=completion("gradients"),
             help="Averaging of gradients: averaged by DDP, or reduce: by the preconditioner.",
             rich_help_panel=_CURVATURE,
         ),
@@ -142,6 +174,7 @@ def train(
     refresh: Annotated[
         str,
         typer.Option(
+            autocompletion=completion("refresh"),
             help="fixed; step, growing (Osawa 2019, eq. 22) or two-phase (eq. 23); or a rule with its bound: trace or "
             "drift, as drift:0.1.",
             rich_help_panel=_CURVATURE,
@@ -161,7 +194,11 @@ def train(
     ] = None,
     damping_schedule: Annotated[
         str,
-        typer.Option(help="constant, step, linear, exponential, cosine or warmup.", rich_help_panel=_CURVATURE),
+        typer.Option(
+            autocompletion=completion("damping_schedule"),
+            help="constant, step, linear, exponential, cosine or warmup.",
+            rich_help_panel=_CURVATURE,
+        ),
     ] = "constant",
     damping_option: Annotated[
         list[str] | None,
@@ -191,7 +228,7 @@ def train(
     ] = False,
     averaging: Annotated[
         str,
-        typer.Option(help="none or daso.", rich_help_panel=_AVERAGING),
+        typer.Option(autocompletion=completion("averaging"), help="none or daso.", rich_help_panel=_AVERAGING),
     ] = "none",
     nodes: Annotated[
         int | None,
@@ -204,7 +241,12 @@ def train(
         int | None, typer.Option(help="S, batches from a message to its use.", rich_help_panel=_AVERAGING)
     ] = None,
     merge: Annotated[
-        str | None, typer.Option(help="How parameters are merged: delta or paper.", rich_help_panel=_AVERAGING)
+        str | None,
+        typer.Option(
+            autocompletion=completion("merge"),
+            help="How parameters are merged: delta or paper.",
+            rich_help_panel=_AVERAGING,
+        ),
     ] = None,
     warmup_epochs: Annotated[
         float | None, typer.Option(help="First epochs, with blocking averages.", rich_help_panel=_AVERAGING)
@@ -214,9 +256,16 @@ def train(
     ] = None,
     wire: Annotated[
         str | None,
-        typer.Option(help="Dtype of blocking averages: none, bfloat16 or float16.", rich_help_panel=_AVERAGING),
+        typer.Option(
+            autocompletion=completion("wire"),
+            help="Dtype of blocking averages: none, bfloat16 or float16.",
+            rich_help_panel=_AVERAGING,
+        ),
     ] = None,
-    duty: Annotated[str | None, typer.Option(help="rotating or sharded.", rich_help_panel=_AVERAGING)] = None,
+    duty: Annotated[
+        str | None,
+        typer.Option(autocompletion=completion("duty"), help="rotating or sharded.", rich_help_panel=_AVERAGING),
+    ] = None,
     averaging_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Another option of DASO; repeatable.", rich_help_panel=_AVERAGING),
@@ -235,7 +284,9 @@ def train(
     accumulate: Annotated[int, typer.Option(help="Backward passes per step.", rich_help_panel=_RUN)] = 1,
     workers: Annotated[int, typer.Option(help="Ranks to start on this machine.", rich_help_panel=_RUN)] = 1,
     seed: Annotated[int, typer.Option(help="Seed of parameters, order and noise.", rich_help_panel=_RUN)] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_RUN)] = "auto",
+    device: Annotated[
+        str, typer.Option(autocompletion=completion("device"), help="auto, cpu or cuda.", rich_help_panel=_RUN)
+    ] = "auto",
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Option of the task; repeatable.", rich_help_panel=_RUN),
