@@ -18,7 +18,7 @@ from natgrad.training.analysis.factors import Drift, Eigenvalue
 from natgrad.training.analysis.norms import ALL, EpochNorm
 from natgrad.training.analysis.rank import KernelRank
 
-from .plots import COLOURS, TEXT, blank, dress
+from .plots import COLOURS, TEXT, blank, dress, line_style
 
 _FLOOR = 1e-16  # smaller values are rounding errors; logarithmic axes start here
 _EXACT = 1e-8
@@ -64,11 +64,11 @@ def error_figure(entries: Sequence[DirectionError]) -> Figure:
     """Draw the errors of both methods by rank: the median over layers and its range, one panel per snapshot."""
     figure = blank(_HEIGHT)
     for axes, step in _panels(figure, entries):
-        for colour, method in zip(COLOURS, METHODS, strict=False):
+        for index, method in enumerate(METHODS):
             own = [each for each in entries if (each.step, each.method) == (step, method)]
             places = sorted({each.rank for each in own})
             values = [[max(each.error, _FLOOR) for each in own if each.rank == rank] for rank in places]
-            _draw_spread(axes, places, values, (0, 50, 100), colour, method.upper())
+            _draw_spread(axes, places, values, (0, 50, 100), index, method.upper())
         dress(axes, "rank r", "error of the direction")
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -108,13 +108,13 @@ def drift_figure(entries: Sequence[Drift]) -> Figure:
     """Draw percentiles over the layers of the drift of A and of G by step."""
     figure = blank(_HEIGHT)
     first: Axes | None = None
-    for column, (colour, factor) in enumerate(zip(COLOURS, ("A", "G"), strict=False)):
+    for column, factor in enumerate(("A", "G")):
         axes = figure.add_subplot(1, 2, column + 1, sharey=first)
         first = first or axes
         own = [each for each in entries if each.factor == factor]
         steps = sorted({each.step for each in own})
         values = [[max(each.drift, _FLOOR) for each in own if each.step == step] for step in steps]
-        _draw_spread(axes, steps, values, _PERCENTILES, colour, factor)
+        _draw_spread(axes, steps, values, _PERCENTILES, column, factor)
         dress(axes, "step", f"relative change of {factor}")
         axes.set_yscale("log")
     return figure
@@ -153,14 +153,15 @@ def _panels(figure: Figure, entries: Sequence[Any], rows: int = 1, row: int = 0)
 
 
 def _draw_spread(
-    axes: Axes, x: Sequence[int], values: Sequence[Sequence[float]], percentiles: Sequence[int], colour: str, name: str
+    axes: Axes, x: Sequence[int], values: Sequence[Sequence[float]], percentiles: Sequence[int], index: int, name: str
 ) -> None:
     """Draw a line of medians, and bands between symmetric percentiles."""
     known = [[value for value in each if isfinite(value)] or [nan] for each in values]
     marks = np.array([np.percentile(each, percentiles) for each in known]).T
-    axes.plot(x, marks[len(marks) // 2], color=colour, linewidth=1.6, label=name)
+    style = line_style(index)
+    axes.plot(x, marks[len(marks) // 2], **style, markevery=max(1, len(x) // 8), label=name)
     for low, high in zip(marks[: len(marks) // 2], marks[: len(marks) // 2 : -1], strict=True):
-        axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
 def _name_lines(figure: Figure) -> None:

@@ -14,7 +14,7 @@ from natgrad.tasks import Task
 from natgrad.training import environment
 from natgrad.training.compare import TaskComparison
 from natgrad.training.files import replace_text
-from natgrad.training.summary import targets
+from natgrad.training.summary import targets, verdict
 
 from .plots import overview, to_svg
 from .sheet import Sheet
@@ -49,15 +49,19 @@ _ABOUT = {
 
 def write(outcomes: Iterable[TaskComparison], path: Path) -> None:
     """Write the page of a comparison: for each task its plots and tables, then machine and versions."""
+    outcomes = list(outcomes)
     sections = [
         {
             "task": outcome.task,
             "plot": Markup(to_svg(figure(outcome))),  # no user input
+            "narrow_plot": Markup(to_svg(figure(outcome, narrow=True))),
+            "verdict": verdict({outcome.task.name: outcome.shares}),
             "sheets": comparison_sheets(outcome),
         }
         for outcome in outcomes
     ]
-    _render("comparison.html.jinja", path, sections=sections)
+    every = verdict({outcome.task.name: outcome.shares for outcome in outcomes}) if len(outcomes) > 1 else ""
+    _render("comparison.html.jinja", path, sections=sections, verdict=every)
 
 
 def write_analysis(
@@ -80,10 +84,10 @@ def write_analysis(
     _render("analysis.html.jinja", path, task=task, run=run, sections=sections)
 
 
-def figure(outcome: TaskComparison) -> Figure:
+def figure(outcome: TaskComparison, *, narrow: bool = False) -> Figure:
     """Draw a comparison's curves."""
     curves = {name: [result.points for result in results] for name, results in outcome.results.items()}
-    return overview(curves, outcome.task.metric, targets(outcome.results))
+    return overview(curves, outcome.task.metric, targets(outcome.results), narrow=narrow)
 
 
 def _render(template: str, path: Path, **values: Any) -> None:

@@ -7,6 +7,7 @@ from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -19,13 +20,25 @@ from natgrad.training.summary import Quantity
 
 # Okabe and Ito's colours: readable on black and on white, and by the colour-blind.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+# Line styles and markers, which tell lines apart in print too; the dotted line is the target's.
+STYLES = (
+    ("-", "o"),
+    ((0, (6, 2)), "s"),
+    ((0, (6, 2, 1, 2)), "^"),
+    ((0, (3, 1.5)), "D"),
+    ((0, (9, 2)), "v"),
+    ("-", "x"),
+)
+_MARKERS = 8  # of a line, about
 # A placeholder for the text colour of the page around the plot.
 TEXT = "#010203"
 
 Curves = Mapping[str, Sequence[Sequence[Point]]]
 
 
-def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] | None = None) -> Figure:
+def overview(
+    curves: Curves, metric: Metric, targets: Mapping[Quantity, float] | None = None, *, narrow: bool = False
+) -> Figure:
     """Draw loss (above) and metric (below) against steps (left) and seconds (right).
 
     Args:
@@ -33,8 +46,9 @@ def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] |
             the smallest to the largest.
         metric: The task's metric.
         targets: Values of "loss" and "metric" to mark.
+        narrow: Draw all four in one column, for a narrow screen.
     """
-    figure = blank(6.4)
+    figure = blank(12.0, width=5.0) if narrow else blank(6.4)
     rows: list[tuple[Quantity, str, Callable[[Point], float]]] = [
         ("loss", "training loss", lambda point: point.loss),
         ("metric", f"test {metric.name}", lambda point: point.metric),
@@ -45,9 +59,9 @@ def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] |
     ]
     for row, (quantity, label, y) in enumerate(rows):
         for column, (x_label, x) in enumerate(columns):
-            axes = figure.add_subplot(2, 2, 2 * row + column + 1)
-            for colour, (name, runs) in zip(_cycle(len(curves)), curves.items(), strict=True):
-                _draw(axes, runs, x, y, name, colour)
+            axes = figure.add_subplot(*((4, 1) if narrow else (2, 2)), 2 * row + column + 1)
+            for index, (name, runs) in enumerate(curves.items()):
+                _draw(axes, runs, x, y, name, index)
             if targets and quantity in targets:
                 axes.axhline(targets[quantity], color=TEXT, linewidth=0.8, linestyle=":", label="target")
             dress(axes, x_label, label)
@@ -56,13 +70,22 @@ def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] |
             if falls and values and min(values) > 0 and max(values) > 10 * min(values):
                 axes.set_yscale("log")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, labelcolor=TEXT)
+    columns_of_names = min(len(labels), 3) if narrow else len(labels)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper center",
+        ncols=columns_of_names,
+        frameon=False,
+        labelcolor=TEXT,
+        handlelength=4,
+    )
     return figure
 
 
-def blank(height: float) -> Figure:
-    """Return an empty transparent figure of a height in inches."""
-    figure = Figure(figsize=(10, height), layout="constrained")
+def blank(height: float, width: float = 10.0) -> Figure:
+    """Return an empty transparent figure of a size in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
     figure.patch.set_alpha(0)
     return figure
@@ -87,15 +110,21 @@ def _draw(
     x: Callable[[Point], float],
     y: Callable[[Point], float],
     name: str,
-    colour: str,
+    index: int,
 ) -> None:
     columns = [[point for point in each if point is not None] for each in zip_longest(*runs)]
     places = [median(x(point) for point in each) for each in columns]
     values = [[y(point) for point in each] for each in columns]
-    axes.plot(places, [median(each) for each in values], color=colour, label=name, linewidth=1.6)
+    style, spacing = line_style(index), max(1, len(places) // _MARKERS)
+    axes.plot(places, [median(each) for each in values], **style, label=name, markevery=(index % spacing, spacing))
     if len(runs) > 1:
         axes.fill_between(
-            places, [min(each) for each in values], [max(each) for each in values], color=colour, alpha=0.2, linewidth=0
+            places,
+            [min(each) for each in values],
+            [max(each) for each in values],
+            color=style["color"],
+            alpha=0.15,
+            linewidth=0,
         )
 
 
@@ -111,5 +140,8 @@ def dress(axes: Axes, x_label: str, y_label: str) -> None:
     axes.grid(alpha=0.25, linewidth=0.5)
 
 
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+def line_style(index: int) -> dict[str, Any]:
+    """Return the colour, line style and marker of the line with a number."""
+    dashes, marker = STYLES[index % len(STYLES)]
+    colour = COLOURS[index % len(COLOURS)]
+    return {"color": colour, "linestyle": dashes, "marker": marker, "markersize": 4, "linewidth": 1.6}
