@@ -1,13 +1,20 @@
-"""Base class of results that print as a table."""
+"""Results that print as a table, and the text of objects in messages."""
 
 from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
+from typing import Any
 
 from rich.console import Console, RenderableType
 
 _WIDTH, _UNBOUNDED = 120, 10_000
+
+
+def call_text(instance: object, *shown: str, **arguments: Any) -> str:
+    """Return the call that builds an object: texts of its first arguments, and the named ones."""
+    parts = [*shown, *(f"{name}={value!r}" for name, value in arguments.items())]
+    return f"{type(instance).__name__}({', '.join(parts)})"
 
 
 class Printed(ABC):

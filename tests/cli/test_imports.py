@@ -82,6 +82,12 @@ def test_every_public_name_is_there_and_known_to_type_checkers():
     assert natgrad.__version__
 
 
+def test_dir_has_the_public_names_only():
+    assert dir(natgrad) == sorted([*natgrad.__all__, "__version__"])
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="Nonsense"):
-        _ = natgrad.Nonsense
+    with pytest.raises(AttributeError, match=r"'Xyzzy'$"):
+        _ = natgrad.Xyzzy
+    with pytest.raises(AttributeError, match=r"'Kfca' \(did you mean 'KFAC'\?\)$"):
+        _ = natgrad.Kfca

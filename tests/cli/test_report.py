@@ -1,3 +1,4 @@
+import html
 import re
 from html.parser import HTMLParser
 
@@ -72,6 +73,13 @@ def test_the_verdict_names_the_best(outcome):
     assert verdict({"tabular": losers, "text": {}}) == ""
 
 
+def test_lines_differ_in_more_than_colour():
+    points = {str(index): [run(1.0, 0).points] for index in range(6)}
+    for narrow in (False, True):
+        lines = overview(points, Metric(name="error", better="lower"), narrow=narrow).axes[0].lines
+        assert len({line.get_marker() for line in lines}) == 6
+
+
 def test_curves_show_the_median_and_the_band_of_seeds():
     points = {"some": [run(1.0, seed).points for seed in range(3)]}
     figure = overview(points, Metric(name="error", better="lower"), {"loss": 0.5})
@@ -109,4 +117,6 @@ def test_the_page_needs_nothing_beside_itself(outcome, tmp_path):
     assert "color-scheme: light dark" in text
     assert NEVER in text
     assert parser.tags.count("table") == 3
-    assert parser.tags.count("svg") == 1
+    assert parser.tags.count("svg") == 2  # for wide and for narrow screens
+    assert f'<td data-heading="steps">{NEVER}</td>' in text
+    assert f'<p class="verdict">{html.escape(verdict({"tabular": outcome.shares}))}</p>' in text

@@ -126,3 +126,25 @@ def test_other_ranks_are_meant(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert natgrad.HyLo(rank=rank).rank == rank
+
+
+def test_a_representation_shows_the_arguments():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = "KFAC(form='eigen', fisher='empirical', sharing='expand')"
+    preconditioner = natgrad.Preconditioner(model, "kfac", optimizer=optimizer, damping=0.1, refresh=20)
+    assert repr(preconditioner) == f"Preconditioner(Sequential, {kfac}, optimizer=SGD, damping=0.1, refresh=20)"
+    assert repr(natgrad.Preconditioner(model, "kfac")) == f"Preconditioner(Sequential, {kfac})"
+    combined = repr(natgrad.PreconditionedOptimizer(optimizer, preconditioner))
+    assert combined.startswith("PreconditionedOptimizer(SGD (")
+    assert combined.endswith(f"{preconditioner!r})")
+    muon = repr(natgrad.NaturalMuon(model, lr=0.5, power=0.3))
+    assert muon.startswith("NaturalMuon (\nParameter Group 0\n")
+    assert "lr: 0.5" in muon
+    assert "Spectral(power=0.3" in muon
+    assert (
+        repr(natgrad.recipes.CenteredDecay(model, 0.1, norms=2.0)) == "CenteredDecay(Sequential, decay=0.1, norms=2.0)"
+    )
+    assert repr(natgrad.recipes.WeightRescaling(model)) == "WeightRescaling(Sequential)"
+    assert repr(natgrad.recipes.ZeroErasing(0.5, rank=0)) == "ZeroErasing(probability=0.5, seed=0, rank=0)"
+    assert repr(natgrad.recipes.RunningMixup(0.4, rank=1)) == "RunningMixup(alpha=0.4, classes=None, seed=0, rank=1)"

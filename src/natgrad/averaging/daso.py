@@ -40,6 +40,7 @@ from natgrad.errors import AveragingError, DivergedError, require, warn
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
+from natgrad.printed import call_text
 
 Duty = Literal["rotating", "sharded"]
 
@@ -199,7 +200,10 @@ class DASO:
         """Whether all ranks have the same parameters."""
         self._has_average = False
         """Whether the gradients of this step have been averaged."""
-        self._closed = False
+        self._closed, self._options = False, options
+
+    def __repr__(self) -> str:
+        return call_text(self, type(self._root).__name__, type(self.optimizer).__name__, **self._options)
 
     # --- A step -------------------------------------------------------------------------------------------------
 

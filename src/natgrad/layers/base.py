@@ -134,6 +134,9 @@ class Layer(ABC):
         self.lay_out()
         self._shapes = [slot.shape for slot in self.slots]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(name={self.name!r}, module={type(self.module).__name__})"
+
     @property
     def reshaped(self) -> bool:
         """Whether a parameter's shape has changed since `lay_out`."""

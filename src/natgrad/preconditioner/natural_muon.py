@@ -210,7 +210,8 @@ class NaturalMuon(PreconditionedOptimizer):
             _compare_heads(preconditioner._hooks, trained, likely)
 
     def __repr__(self) -> str:
-        return f"NaturalMuon({self.optimizer!r})"
+        groups = repr(self.optimizer).replace(type(self.optimizer).__name__, "NaturalMuon", 1).removesuffix(")")
+        return f"{groups}{self.preconditioner!r}\n)"  # as torch writes it
 
     @property
     @override

@@ -338,7 +338,7 @@ class PreconditionedOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        return f"PreconditionedOptimizer({self.optimizer!r})"
+        return f"PreconditionedOptimizer({self.optimizer!r}, {self.preconditioner!r})"
 
 
 def unusable_gradients(parameters: Sequence[Tensor]) -> Tensor:

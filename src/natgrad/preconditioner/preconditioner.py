@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ from natgrad.preconditioner.verification import (
     on_host,
     with_rates_of,
 )
+from natgrad.printed import call_text
 from natgrad.profiling import profiled
 from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.policy import resolve_refresh
@@ -249,6 +251,14 @@ class Preconditioner:
         always = reduces and runtime.ranks > 1
         self.call_order = CallOrder(optimizer, capture, structure, self._progress, always_steps=always)
         self._attach()
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(Preconditioner.__init__).parameters
+        given = {name: self._arguments[name] for name in defaults if name in self._arguments and name != "curvature"}
+        changed = {name: value for name, value in given.items() if value is not defaults[name].default}
+        optimizer = {} if self.optimizer is None else {"optimizer": type(self.optimizer).__name__}
+        shown = (type(self._structure.root).__name__, repr(self.curvature))
+        return call_text(self, *shown, *(f"{name}={text}" for name, text in optimizer.items()), **changed)
 
     # --- Training -----------------------------------------------------------------------------------------------
 

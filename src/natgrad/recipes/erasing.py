@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from natgrad.capture.sampled import seed_of
 from natgrad.errors import describe, require
+from natgrad.printed import call_text
 from natgrad.schedule import check_number, check_whole, is_whole
 
 AREA = (0.02, 0.25)
@@ -50,6 +51,9 @@ class ZeroErasing:
         self.probability, self.seed = probability, seed
         self.rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
         self.steps = 0
+
+    def __repr__(self) -> str:
+        return call_text(self, probability=self.probability, seed=self.seed, rank=self.rank)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn.functional import one_hot
 
 from natgrad.capture.sampled import seed_of
 from natgrad.errors import describe, require
+from natgrad.printed import call_text
 from natgrad.schedule import check_number, check_whole, is_whole
 
 
@@ -88,6 +89,9 @@ class RunningMixup:
         self.steps = 0
         self._inputs: Tensor | None = None
         self._targets: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return call_text(self, alpha=self.alpha, classes=self.classes, seed=self.seed, rank=self.rank)
 
     def shares(self, step: int, samples: int) -> Tensor:
         """Return λ of each sample of a step, counted from 0 (float64). The first step does not use them."""

@@ -16,6 +16,7 @@ from natgrad.distributed.fsdp import local, named_parameters, shard_group
 from natgrad.errors import require
 from natgrad.layers.norm import NORMS
 from natgrad.linalg.precision import at_least_float32
+from natgrad.printed import call_text
 from natgrad.schedule import Schedule, check_number, check_schedule, value_at
 
 _ALLOWED = "a number >= 0"
@@ -46,6 +47,9 @@ class CenteredDecay:
         check_number("norms", norms, _ALLOWED, minimum=0)
         self._model, self._decay, self._norms = model, decay, norms
         self.steps = 0
+
+    def __repr__(self) -> str:
+        return call_text(self, type(self._model).__name__, decay=self._decay, norms=self._norms)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -95,6 +99,9 @@ class WeightRescaling:
         """
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
         self._model = model
+
+    def __repr__(self) -> str:
+        return call_text(self, type(self._model).__name__)
 
     @torch.no_grad()
     def step(self) -> None:
