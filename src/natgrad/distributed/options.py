@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from natgrad.distributed.rules import PlacementRule, names, rule_of
-from natgrad.errors import require, require_one_of
+from natgrad.errors import did_you_mean, require, require_one_of
 from natgrad.schedule import check_whole, is_number, is_whole
 
 
@@ -114,7 +114,8 @@ def resolve(placement: object) -> Placement:
     allowed = f"{', '.join(map(repr, known))} ('hybrid:0.5' with its fraction), a natgrad.Placement or a PlacementRule"
     require(isinstance(placement, str), "placement", placement, allowed)
     name, colon, fraction = str(placement).partition(":")
-    require(name in known and bool(colon) == (name == "hybrid"), "placement", placement, allowed)
+    fits = name in known and bool(colon) == (name == "hybrid")
+    require(fits, "placement", placement, allowed + did_you_mean(name, known))
     if not colon:
         return Placement(name=name)
     try:
