@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .choices import completion
-from .flags import absolute
+from .flags import absolute, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -166,7 +166,6 @@ def analyze(
     from natgrad.training.analyze import Study
     from natgrad.training.analyze import analyze as run
     from natgrad.training.files import claimed, replace_text
-    from natgrad.training.optimizers import parse
 
     job = _job(
         task,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .choices import completion
-from .flags import absolute
+from .flags import absolute, parse
 
 if TYPE_CHECKING:
     from natgrad.training.compare import Comparison, TaskComparison
@@ -88,7 +88,6 @@ def compare(
 
 def _task_options(assignments: Iterable[str]) -> dict[str, Any]:
     from natgrad.errors import require
-    from natgrad.training.optimizers import parse
 
     found: dict[str, Any] = {}
     for assignment in assignments:
@@ -101,7 +100,6 @@ def _task_options(assignments: Iterable[str]) -> dict[str, Any]:
 
 def _overrides(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
     from natgrad.errors import require
-    from natgrad.training.optimizers import parse
 
     overrides: dict[str, dict[str, Any]] = {}
     for assignment in assignments:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .choices import completion
+from .choices import completion, names
+from .flags import parse
 
 
 def explain(
@@ -45,14 +46,11 @@ def explain(
 
     from natgrad.errors import one_of, require
     from natgrad.training.examine import examine, load_model
-    from natgrad.training.optimizers import parse
-    from natgrad.training.world import check_devices, uses_gpu
-
-    from .choices import names
 
     require(device in names("device"), "device", device, one_of(device, names("device")))
-    check_devices(device, 1)  # type: ignore[arg-type]  # checked
-    place = torch.device("cuda" if uses_gpu(device) else "cpu")  # type: ignore[arg-type]
+    has_gpu = torch.cuda.is_available()
+    require(device != "cuda" or has_gpu, "device", device, "cpu or auto: torch finds no GPU here")
+    place = torch.device("cuda" if has_gpu and device != "cpu" else "cpu")
     torch.manual_seed(0)
     network = load_model(model, parse(set_ or (), "--set"))
     found = examine(network, input_, optimizer, parse(option or (), "--option"), device=place, full=full)

@@ -1,12 +1,14 @@
-"""Error messages that name command-line flags in place of the library's arguments."""
+"""The values of flags, and error messages that name flags in place of the library's arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from natgrad.errors import ArgumentError
+from natgrad.errors import ArgumentError, require
 
 # Names of the command's parameters that differ from the library's arguments.
 _PARAMETERS = {
@@ -48,6 +50,31 @@ OWN_FLAGS = {
 def absolute(path: str | Path | None) -> str | None:
     """Return a path that is found again if a run is resumed in another folder; an empty string as it is."""
     return path if path in (None, "") else str(Path(path).absolute())
+
+
+def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
+    """Read `name=value` pairs; a value is a Python literal, a word or a path.
+
+    Args:
+        assignments: For example `["momentum=0.9", "betas=(0.9, 0.95)", "adjust_lr_fn=original"]`.
+        what: The name of the pairs in error messages.
+
+    Raises:
+        ValueError: A pair without `=`, a name given twice, or a value that is none of these.
+    """
+    options: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        name, text = name.strip(), text.strip()
+        require(equals and name.isidentifier(), what, assignment, "name=value")
+        require(name not in options, what, assignment, "given once for each name")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            is_word = re.sub("[-./]", "_", text).isidentifier()
+            require(is_word, f"{what} {name}", text, "a Python literal, a word or a path without spaces")
+            options[name] = text
+    return options
 
 
 def in_flags(error: Exception, command: Any) -> Exception:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .choices import completion
-from .flags import OWN_FLAGS, absolute
+from .flags import OWN_FLAGS, absolute, parse
 
 if TYPE_CHECKING:
     from natgrad.training.job import Job
@@ -344,7 +344,6 @@ def _new_job(ctx: typer.Context) -> Job:
     from natgrad import tasks
     from natgrad.errors import require
     from natgrad.training.job import Job
-    from natgrad.training.optimizers import parse
     from natgrad.training.recipe import OF_A_CURVATURE, apply, passes
 
     recipe = ctx.params["recipe"]

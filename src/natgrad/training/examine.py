@@ -123,10 +123,8 @@ def load_model(path: str, options: Mapping[str, Any]) -> nn.Module:
     sys.path.insert(0, os.getcwd())
     try:
         found: Any = import_module(module)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # a library that the module needs
-            raise
-        raise ArgumentError("model", path, f"in a module that Python finds from this folder: {error}") from error
+    except ImportError as error:
+        raise ArgumentError("model", path, f"in a module that Python can import from this folder: {error}") from error
     for name in names.split("."):
         require(hasattr(found, name), "model", path, f"a name of {module}{did_you_mean(name, dir(found))}")
         found = getattr(found, name)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, overload
 
@@ -149,31 +147,6 @@ def build(name: str, model: nn.Module, learning_rate: float, options: Mapping[st
         return build_one(trained, lr=learning_rate, **options)
     except TypeError as error:
         raise ValueError(f"options {dict(options)!r} are not allowed for {name}: {error}") from error
-
-
-def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
-    """Read `name=value` pairs; a value is a Python literal, a word or a path.
-
-    Args:
-        assignments: For example `["momentum=0.9", "betas=(0.9, 0.95)", "adjust_lr_fn=original"]`.
-        what: The name of the pairs in error messages.
-
-    Raises:
-        ValueError: A pair without `=`, a name given twice, or a value that is none of these.
-    """
-    options: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        name, text = name.strip(), text.strip()
-        require(equals and name.isidentifier(), what, assignment, "name=value")
-        require(name not in options, what, assignment, "given once for each name")
-        try:
-            options[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            is_word = re.sub("[-./]", "_", text).isidentifier()
-            require(is_word, f"{what} {name}", text, "a Python literal, a word or a path without spaces")
-            options[name] = text
-    return options
 
 
 def _parameters(name: str) -> Mapping[str, inspect.Parameter]:
