@@ -15,7 +15,7 @@ class NatgradError(Exception):
     """Base class of natgrad's errors other than ``ValueError``."""
 
     anchor: ClassVar[str] = ""
-    """The section of `PAGE` that a message refers to, if any."""
+    """The section of docs/trouble.md that a message refers to, if any."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}. See {PAGE}#{self.anchor}" if self.anchor else super().__str__()
