@@ -59,6 +59,7 @@ def test_a_model_of_the_user_is_explained_without_a_file(folder, arguments, cove
     assert parameters in done.output
     assert "memory: parameters " in done.output
     assert "with a refresh " in done.output
+    assert ("--full lists every parameter" in done.output) == ("--full" not in options)
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 

@@ -68,6 +68,12 @@ def tasks() -> None:
 
 # What `--help` of each command ends with; rich prints a paragraph a line.
 _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
+    doctor: ("natgrad doctor",),
+    explain: (
+        "natgrad explain torchvision.models:resnet50 --input 8,3,224,224",
+        "natgrad explain my_models:build_gpt --set layers=4 --input 4,128:long --optimizer adamw+kfac",
+    ),
+    tasks: ("natgrad tasks",),
     train: (
         "natgrad train digits",
         "natgrad train digits --optimizer adamw",
@@ -79,12 +85,6 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "natgrad compare autoencoder --search 12 --out runs/autoencoder",
     ),
     analyze: ("natgrad analyze digits --epochs 10", "natgrad analyze text --figure rank,error --layers 'head'"),
-    explain: (
-        "natgrad explain torchvision.models:resnet50 --input 8,3,224,224",
-        "natgrad explain my_models:build_gpt --set layers=4 --input 4,128:long --optimizer adamw+kfac",
-    ),
-    doctor: ("natgrad doctor",),
-    tasks: ("natgrad tasks",),
 }
 
 app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, pretty_exceptions_enable=False)

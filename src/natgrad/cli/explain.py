@@ -55,7 +55,7 @@ def explain(
     network = load_model(model, parse(set_ or (), "--set"))
     found = examine(network, input_, optimizer, parse(option or (), "--option"), device=place, full=full)
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    console.print(str(found.explanation).strip("\n"))
+    console.print(str(found.explanation).strip("\n").replace("explain(full=True)", "--full"))
     for warning in found.warnings:
         console.print(warning, style="yellow")
     sizes = ", ".join(f"{name} {size / 2**20:.3g} MiB" for name, size in found.bytes.items())
