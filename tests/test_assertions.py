@@ -7,7 +7,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 # Functions that fail where something is not as it should be, besides those whose name starts with "assert".
-CHECKS = {"raises", "warns", "deprecated_call", "fail", "gradcheck", "check_call"}
+CHECKS = {"raises", "warns", "deprecated_call", "fail", "gradcheck", "check_call", "check_curvature", "check_layer"}
 # The mark of a test that natgrad must not warn in.
 SILENT = "error::natgrad.NatgradWarning"
 

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     name: home
     for home, names in {
-        "natgrad": "averaging damping recipes refresh",
+        "natgrad": "averaging damping recipes refresh testing",
         "natgrad.averaging": "DASO Nodes",
         "natgrad.curvature": "Curvature EKFAC HyLo KFAC RankOne SNGD Spectral UnitWise",
         "natgrad.curvature.likelihood": "Bernoulli Categorical Gaussian Likelihood",
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from natgrad import damping as damping
     from natgrad import recipes as recipes
     from natgrad import refresh as refresh
+    from natgrad import testing as testing
     from natgrad.averaging import DASO as DASO
     from natgrad.averaging import Nodes as Nodes
     from natgrad.curvature import EKFAC as EKFAC

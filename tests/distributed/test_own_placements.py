@@ -83,3 +83,16 @@ def test_overlap_needs_all_ranks():
 
     with pytest.raises(ValueError, match="all_ranks_work"):
         natgrad.Placement(name=Early())
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"sums": lambda *_: "alone"}, r"by-depth.sums='alone' .*'all' or 'worker', .*uses_own_samples"),
+        ({"columns": lambda *_: [0, 1]}, r"by-depth.columns\(\)=\[0, 1\] .*a dict of columns"),
+        ({"columns": lambda *_: {"head": 0}}, r"keys of by-depth.columns\(\)=\['head'\] .*some of \['"),
+    ],
+)
+def test_what_a_rule_may_not_return_is_refused(attributes, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(type("Wrong", (ByDepth,), attributes)(), 4)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import natgrad
 from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, messages, train
@@ -136,11 +137,42 @@ def test_what_is_not_due_is_not_sent(ranks):
         assert least <= step["inverses"] <= 1.7 * least  # with what owners have beside their even share, and counters
 
 
-def test_rules_send_no_message_of_their_own(ranks):
-    """Under comm-opt every rank decides for itself: with a rule there is nothing more than without."""
+def test_a_rule_that_measures_sends_its_decisions_alone(ranks):
+    """Three numbers of 8 bytes for each layer, by which the ranks compare what they have decided."""
     fixed = Job(refresh={"factors": 1, "inverses": 2}, options={"placement": "comm-opt"})
     always = replace(fixed, refresh=natgrad.Adaptive(natgrad.DriftRule(1e-12), factors=1, inverses=2))
-    assert ranks.run(2, sent_by, fixed, range(6)) == ranks.run(2, sent_by, always, range(6))
+    expected = ranks.run(2, sent_by, fixed, range(6))
+    for rank in expected:
+        for step in rank[::2]:
+            step["counters"] = step.get("counters", 0) + 3 * 8 * 3
+    assert ranks.run(2, sent_by, always, range(6)) == expected
+
+
+class ByRank(natgrad.RefreshRule):
+    """Keeps all layers on rank 1 from step 2 on, which no rule may."""
+
+    measure = "trace"
+
+    def inverse_interval(self, step, reads="both"):
+        return 1
+
+    def due(self, step, candidates):
+        return {one.layer for one in candidates} if step < 2 or torch.distributed.get_rank() == 0 else set()
+
+
+def refused(placement):
+    """Train until a step is refused, and return whether it was."""
+    training = Training(Job(refresh=ByRank(), options={"placement": placement}))
+    for step in range(2):
+        training.step(step)
+    with pytest.raises(natgrad.NatgradError, match="has decided otherwise on another rank on"):
+        training.step(2)
+    return True
+
+
+@pytest.mark.parametrize(("placement", "count"), [("comm-opt", 2), ("hybrid:0.5", 4)])
+def test_a_rule_that_decides_otherwise_on_another_rank_is_an_error_on_all(ranks, placement, count):
+    assert all(ranks.run(count, refused, placement))
 
 
 # --- Of a user's own ------------------------------------------------------------------------------------------------

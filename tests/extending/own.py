@@ -227,3 +227,43 @@ class ScaledLayer(natgrad.Layer):
 
     def gradient_rows(self, gradients: Tensor, samples: int) -> natgrad.Rows:
         return natgrad.DenseRows((gradients * self.module.scale).reshape(1, samples, -1, self.outputs))
+
+
+class Grouped(nn.Module):
+    """A linear layer for each group of features: a weight ``[groups, out, in]`` and a bias ``[groups, out]``."""
+
+    def __init__(self, groups: int, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(groups, d_out, d_in) / d_in**0.5)
+        self.bias = nn.Parameter(torch.randn(groups, d_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (len(self.weight), -1))
+        return (torch.einsum("...gi,goi->...go", groups, self.weight) + self.bias).flatten(-2)
+
+
+class GroupedLayer(natgrad.Layer):
+    """A block for each group of a `Grouped` module."""
+
+    def block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+        groups, d_out, d_in = weight.shape
+        return groups, d_out, d_in
+
+    def batched(self, inputs: Tensor) -> bool:
+        return inputs.ndim > 1
+
+    def positions(self, gradients: Tensor) -> int:
+        return gradients.shape[:-1].numel()
+
+    def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> natgrad.Rows:
+        rows = self.grouped(inputs, samples)
+        ones = torch.ones_like(rows[..., :1])
+        rows = rows[..., : self.weight_columns]  # none if only the bias is trained
+        return natgrad.DenseRows(torch.cat([rows, ones], -1) if self.bias else rows)
+
+    def gradient_rows(self, gradients: Tensor, samples: int) -> natgrad.Rows:
+        return natgrad.DenseRows(self.grouped(gradients, samples))
+
+    def grouped(self, tensor: Tensor, samples: int) -> Tensor:
+        """Return features ``[..., groups · d]`` as rows ``[groups, samples, positions, d]``."""
+        return tensor.reshape(samples, -1, self.blocks, tensor.shape[-1] // self.blocks).permute(2, 0, 1, 3)

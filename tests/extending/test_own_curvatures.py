@@ -142,6 +142,12 @@ def test_declarations_that_do_not_fit_are_refused(statistics, tasks, match):
         natgrad.Preconditioner(Network(), Wrong())
 
 
+@pytest.mark.parametrize("attributes", [{"trace_reads": ("A",)}, {"trace_reads": ("B",), "trace": lambda *_: 0}])
+def test_traces_that_cannot_be_computed_are_refused(attributes):
+    with pytest.raises(ValueError, match=r"trace_reads=.*some of \['A'\], or None without a method trace"):
+        natgrad.Preconditioner(Network(), type("Wrong", (Whitening,), attributes)())
+
+
 # --- Gathered statistics --------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,8 @@
 """A layer type of a user's own: registered once, and preconditioned as its dense definition says."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -66,3 +69,41 @@ def test_what_is_no_layer_is_refused():
     ):
         with pytest.raises(ValueError, match=match):
             natgrad.register_layer(module, layer)
+
+
+class SomeRows(natgrad.layers.LinearLayer):
+    """The first two rows of a linear layer's weight."""
+
+    def lay_out(self):
+        super().lay_out()
+        self.outputs = 2
+        self.slots = [natgrad.layers.Slot("weight", self.module, "weight", slice(0, self.inputs), slice(None, 2))]
+
+    def gradient_rows(self, gradients, samples):
+        return super().gradient_rows(gradients[..., :2], samples)
+
+
+def test_rows_that_a_layer_leaves_out_are_shown():
+    class Linear(nn.Linear):
+        pass
+
+    natgrad.register_layer(Linear, SomeRows)
+    with pytest.warns(natgrad.NatgradWarning, match=r"weight\[2:5\] \(its layer covers other rows alone"):
+        explanation = natgrad.Preconditioner(Linear(3, 5, bias=False)).explain()
+    rows = [(row.parameter, row.shape, row.reason) for row in explanation.rows]
+    assert rows == [("weight", (2, 3), ""), ("weight[2:5]", (3, 3), "its layer covers other rows alone")]
+    assert explanation.covered == pytest.approx(0.4)
+
+
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
+def test_the_layer_of_the_page_recovers_from_a_batch_that_is_not_finite():
+    page = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+    names = {"natgrad": natgrad}
+    exec(next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Scaled" in code), names)
+    model, optimizer, preconditioner = (names[name] for name in ("model", "optimizer", "preconditioner"))
+    for value in (1.0, torch.nan, 1.0):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6) * value).square().mean().backward()
+        preconditioner.step()
+        optimizer.step()
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())

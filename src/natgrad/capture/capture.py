@@ -30,6 +30,7 @@ from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import MatrixRows, SharedInput, by_sample
 from natgrad.linalg.device import full_products, known_all, on_host
+from natgrad.linalg.precision import at_least_float32
 from natgrad.profiling import profiled
 from natgrad.refresh.rule import Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -428,6 +429,12 @@ class Capture:
     ) -> None:
         """Add the rows of one use of a layer to its sums, or pool them."""
         layer, name, reduction = use.layer, use.primary.name, self._reductions.of(use.primary.name)
+        # Pooled rows are in at least float32 in any case.
+        if not (use.curvature.takes_narrow_rows or use.curvature.sum_positions):
+            inputs, gradient = (
+                tensor.to(at_least_float32(tensor.dtype)) if tensor.is_floating_point() else tensor
+                for tensor in (inputs, gradient)
+            )
         rows, gradients = layer.rows(inputs, gradient, samples)
         if isinstance(rows, MatrixRows):
             rows.source = source

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from natgrad.distributed import Communicator, Work, narrower
+from natgrad.errors import NatgradError
 from natgrad.linalg import tensor_on
 from natgrad.linalg.precision import at_least_float32
 from natgrad.refresh.rule import SIDES, Side
@@ -283,6 +284,16 @@ def _runs(layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]]) -> 
     return runs
 
 
+class _Sums(dict[str, Tensor]):
+    """The sums that `natgrad.Curvature.accumulate` adds to."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise NatgradError(
+            f"accumulate() reads sums[{name!r}], but statistics() declares none of this name, or it is not due: "
+            f"there are {', '.join(self)} now, and with separate intervals not all are there at once"
+        )
+
+
 class StatisticsBuffer:
     """Raw sums and sample counts of all layers.
 
@@ -357,8 +368,12 @@ class StatisticsBuffer:
         """
         views, specs, (_, member) = self.of(layer), self._specs[layer], self._members[layer]
         like = next(iter(views.values()))
-        whole = {spec.name: like.new_zeros(member.stop - member.start, *spec.shape) for spec in specs}
+        shapes = {spec.name: (member.stop - member.start, *spec.shape) for spec in specs}
+        whole = _Sums({name: like.new_zeros(shape) for name, shape in shapes.items()})
         accumulate(whole)
+        found = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        if found != shapes:
+            raise NatgradError(f"accumulate() of {layer} has left the sums {found} in place of {shapes}")
         for spec in specs:
             if layer in self._filled:
                 views[spec.name].add_(pack(whole.pop(spec.name), spec))

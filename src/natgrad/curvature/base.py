@@ -57,6 +57,8 @@ class Curvature(ABC):
             left to the optimizer.
         takes_narrow: Whether `precondition` accepts computed tensors of a narrower dtype than the gradient's
             (`natgrad.Precision.solve`); otherwise they are converted to the gradient's dtype first.
+        takes_narrow_rows: Whether `accumulate` gets rows in the dtype of the layer's inputs and output gradients, such
+            as float16 under autocast, in which squares overflow. Otherwise they are in at least float32.
         trace_reads: The statistics that `trace` reads; None: not available.
     """
 
@@ -69,6 +71,7 @@ class Curvature(ABC):
     needs_results: bool = True
     covers_bias: bool = True
     takes_narrow: bool = False
+    takes_narrow_rows: bool = False
     trace_reads: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
@@ -226,6 +229,11 @@ def declarations(
     statistics = statistics or (Statistic("seen", (1,)),)
     tasks = tasks or (Task("ready", tuple(statistic.name for statistic in statistics), (), 1.0),)
     check_declarations(curvature, statistics, tasks, state)
+    if curvature.trace_reads is not None:
+        known, reads = {spec.name for spec in statistics}, curvature.trace_reads
+        allowed = f"some of {sorted(known)}, or None without a method trace, in {curvature!r}"
+        fits = set(reads) <= known and type(curvature).trace is not Curvature.trace
+        require(fits, "trace_reads", reads, allowed)
     if gathered(statistics):
         _check_gathered(curvature, statistics, tasks, d_out, d_in)
     else:

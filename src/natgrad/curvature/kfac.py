@@ -44,7 +44,7 @@ class KFAC(Curvature):
     """
 
     default_damping = 1e-2
-    takes_narrow = True
+    takes_narrow = takes_narrow_rows = True
     trace_reads: tuple[str, ...] | None = ("A", "G")
 
     def __init__(
@@ -269,7 +269,7 @@ class TableKFAC(Curvature):
     damps both equally.
     """
 
-    takes_narrow = True
+    takes_narrow = takes_narrow_rows = True
 
     def __init__(self, factors: KFAC, *, heads: bool) -> None:
         """Wrap the K-FAC of R ⊗ C: its side A is that of the features, G that of the entries."""

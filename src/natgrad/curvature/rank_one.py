@@ -29,7 +29,7 @@ class RankOne(Curvature):
     """
 
     default_damping = 0.1
-    takes_narrow = True
+    takes_narrow = takes_narrow_rows = True
 
     def __init__(self, *, sharing: Literal["expand", "reduce"] = "expand", factor_decay: float = 0.95) -> None:
         """Choose the variant.

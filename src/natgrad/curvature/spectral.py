@@ -48,6 +48,7 @@ class Spectral(Curvature):
     positive_definite = False  # the momentum may point away from the gradient
     is_normalized = True
     needs_results = False  # without roots it is Muon
+    takes_narrow_rows = True
     trace_reads = ("A", "G")
     covers_bias = False
     # The size up to which every factor is whole: the decomposition of a larger one takes more than a few milliseconds.

@@ -137,6 +137,8 @@ def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:
     require_one_of(f"{rule.name}.sums", sums, *get_args(Destination))
     fits = sums == "all" or (workers == 1 and not rule.all_ranks_work)
     require(fits, f"{rule.name}.sums", sums, "'all', unless each layer has one worker")
+    allowed = "'all' or 'worker', as the rule does not set uses_own_samples = True"
+    require(sums != "alone" or rule.uses_own_samples, f"{rule.name}.sums", sums, allowed)
     return "worker" if sums == "all" and work.rows else sums
 
 
@@ -151,7 +153,11 @@ def _columns(
         if key in previous and previous[key].workers in known
     }
     rule = plan.placement.rule
-    chosen = rule.columns({str(key): work for key, work in plan.layers.items()}, len(workers))
+    demands = {str(key): work for key, work in plan.layers.items()}
+    chosen = rule.columns(demands, len(workers))
+    require(isinstance(chosen, Mapping), f"{rule.name}.columns()", chosen, "a dict of columns by the keys of layers")
+    unknown = sorted(map(str, chosen.keys() - demands.keys()))
+    require(not unknown, f"keys of {rule.name}.columns()", unknown[:5], f"some of {list(demands)}")
     for key in plan.assignments:
         if key not in kept and str(key) in chosen:
             column = chosen[str(key)]

@@ -157,7 +157,7 @@ class Layer(ABC):
         """Set the sizes and the slots: the weight has the first columns, the bias the last."""
         weight = self.module._parameters[self.weight_name]
         assert weight is not None
-        self.blocks, self.outputs, columns_of_weight = self._block_sizes(weight)
+        self.blocks, self.outputs, columns_of_weight = self.block_sizes(weight)
         self.weight_columns = columns_of_weight if self.weight else 0
         self.inputs = self.weight_columns + int(self.bias)
         columns = (
@@ -168,7 +168,7 @@ class Layer(ABC):
             Slot(qualified(self.name, leaf), self.module, leaf, where) for leaf, used, where in columns if used
         ]
 
-    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+    def block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
         """Return n, o and the number of columns: here those of a weight ``[o, ...]`` in one block."""
         return 1, weight.shape[0], weight.shape[1:].numel()
 

@@ -31,7 +31,7 @@ class ConvolutionLayer(Layer):
         return prod(self.module.kernel_size)
 
     @override
-    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+    def block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
         groups = self.module.groups
         return groups, len(weight) // groups, weight.shape[1:].numel()
 

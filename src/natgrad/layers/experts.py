@@ -55,7 +55,7 @@ class ExpertLayer(HiddenLayer):
         super().__init__(name, module, f"{leaf}.{index}", {leaf: slice(index, index + 1), "": None})
 
     @override
-    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+    def block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
         return 1, weight.shape[1], weight.shape[2]
 
 

@@ -43,7 +43,7 @@ class HiddenLayer(LinearLayer):
             self.slots.append(replace(slot, name=name, rows=rows, part=self.part if rows else ""))
 
     @override
-    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+    def block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
         rows = self._leaves[self.weight_name]
         return 1, len(weight if rows is None else weight[rows]), weight.shape[1]
 

@@ -41,7 +41,7 @@ class Conv1DLayer(LinearLayer):
     """``transformers.pytorch_utils.Conv1D`` (GPT-2), a linear layer whose weight is ``[inputs, outputs]``."""
 
     @override
-    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+    def block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
         return 1, weight.shape[1], weight.shape[0]
 
     def ties(self, other: Layer) -> bool:

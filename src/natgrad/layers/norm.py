@@ -50,7 +50,7 @@ class NormLayer(Layer):
         ]
 
     @override
-    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+    def block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
         return 1, weight.numel(), 1
 
     @override

@@ -23,7 +23,7 @@ class TransposedConvolutionLayer(ConvolutionLayer):
     module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d  # type: ignore[assignment]
 
     @override
-    def _block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
+    def block_sizes(self, weight: Tensor) -> tuple[int, int, int]:
         groups = self.module.groups
         return groups, weight.shape[1], len(weight) // groups * weight.shape[2:].numel()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from natgrad.curvature import Curvature, Curvatures
 from natgrad.curvature.unitwise import for_norms
 from natgrad.errors import warn
-from natgrad.layers import Layer, is_known, is_trained, layers_for, matches, qualified, reason_for, show_key
+from natgrad.layers import Layer, Slot, is_known, is_trained, layers_for, matches, qualified, reason_for, show_key
 from natgrad.layers.embedding import EmbeddingLayer
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -110,12 +111,16 @@ def cover(model: nn.Module, curvature: Curvature | Curvatures) -> Coverage:
     covered = _cover(found)
     names = [qualified(entry.place.name, leaf) for entry in found for leaf in entry.place.module._parameters]
     order = {name: (rank, 0) for rank, name in enumerate(names)}
-    for slot in (slot for entry in found for layer in entry.layers for slot in layer.slots):
+    slots = [slot for entry in found for layer in entry.layers for slot in layer.slots]
+    for slot in slots:
         if slot.rows is not None:
-            order[slot.label] = order[slot.name][0], slot.rows.start
+            order[slot.label] = order[slot.name][0], slot.rows.start or 0
+    used = {id(slot.parameter) for layer, _ in covered for slot in layer.slots}
+    rest = _uncovered_rows(slot for slot in slots if id(slot.parameter) in used)
+    order |= {left.parameter: (order[name][0], start) for name, start, left in rest}
     known = {id(entry.place) for entry in found if entry.known}
     watched = [place for place in modules if place.module._modules or id(place) in known]
-    return Coverage(covered, _left_out(found, covered), watched, order)
+    return Coverage(covered, [*_left_out(found, covered), *(left for _, _, left in rest)], watched, order)
 
 
 def _left_out(found: list[_Found], covered: list[tuple[Layer, Curvature]]) -> list[Left]:
@@ -144,6 +149,23 @@ def _left_out(found: list[_Found], covered: list[tuple[Layer, Curvature]]) -> li
             intended = entry.is_intended or not parameter.requires_grad
             left.append(Left(label, shape, reason or "no layer type covers this parameter", intended))
     return left
+
+
+def _uncovered_rows(slots: Iterable[Slot]) -> list[tuple[str, int, Left]]:
+    """Return the rows of parameters that no layer has, though layers have others, with the name and the first row."""
+    parts: dict[int, list[Slot]] = {}
+    for slot in slots:
+        parts.setdefault(id(slot.parameter), []).append(slot)
+    rest = []
+    for same in parts.values():
+        first, total = same[0], len(same[0].parameter)
+        taken = sorted((0, total, 1) if slot.rows is None else slot.rows.indices(total) for slot in same)
+        ends = [0, *accumulate((stop for _, stop, _ in taken), max)]
+        for start, stop in zip(ends, [*(start for start, _, _ in taken), total], strict=True):
+            if start < stop:
+                label, shape = f"{first.name}[{start}:{stop}]", (stop - start, *first.parameter.shape[1:])
+                rest.append((first.name, start, Left(label, shape, "its layer covers other rows alone")))
+    return rest
 
 
 @dataclass

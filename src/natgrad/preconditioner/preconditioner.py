@@ -532,8 +532,7 @@ class Preconditioner:
             if scheduler.selects_layers:
                 decided = bool(usable)  # perhaps to refresh none of them
                 keys = scheduler.select_layers(structure.decisions, usable, damping, progress.step)
-                if structure.shares_work:
-                    share_decisions(structure.decisions, self._communicator)
+                share_decisions(structure.decisions, self._communicator)
             work = structure.groups, structure.plan, self._communicator, keys, damping
             if self._refreshes_in_background:
                 if not self._background.begin(*work, progress) and decided:

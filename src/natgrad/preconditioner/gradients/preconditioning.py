@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import collect_rows, held_rows
+from natgrad.errors import NatgradError
 from natgrad.layers import Slot
 from natgrad.linalg.device import known_between, on_host
 from natgrad.preconditioner.gradients.stacked import GroupGradients
@@ -101,16 +102,27 @@ def _solve(
             sums = _unless(skips, gradient.flatten(1).sum(1))  # finite only if all terms are
             all_finite = known_between(sums)
             for name, new in group.curvature.update_state(state, gradient).items():
+                wanted = state[name].shape if name in state else f"nothing: it declares {', '.join(state)}"
+                _check_shape(f"update_state() of {group.curvature!r}, as {name!r},", new, wanted)
                 values = new if all_finite else torch.where(along(sums.isfinite(), new.ndim - 1), new, state[name])
                 state[name] = values
                 memory.write(name, index, values)
         names = group.state.results if has_results else ()
         computed, averages = read_results(group, names, index, W.dtype), live_averages(group, index)
         solved = group.curvature.precondition(computed, averages, state, gradient, damping * group.factor)
+        _check_shape(f"precondition() of {group.curvature!r}", solved, gradient.shape)
         if step >= len(W):
             return solved
         V[piece] = solved
     return V
+
+
+def _check_shape(call: str, returned: object, wanted: object) -> None:
+    """Raise a `NatgradError` unless a curvature has returned a tensor of the shape that is wanted."""
+    found = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
+    wanted = tuple(wanted) if isinstance(wanted, torch.Size) else wanted
+    if found != wanted:
+        raise NatgradError(f"{call} has returned {found} in place of {wanted}")
 
 
 # --- Sharded gradients ----------------------------------------------------------------------------------------------

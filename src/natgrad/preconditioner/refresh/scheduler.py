@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator
-from natgrad.errors import require
+from natgrad.errors import NatgradError, require
 from natgrad.refresh import Candidate, RefreshRule
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
 from natgrad.state.block_group import LayerBlocks
@@ -159,15 +159,31 @@ def _is_due(interval: float, step: int, last: int | None) -> bool:
 
 
 def share_decisions(decisions: Decisions, runtime: Communicator) -> None:
-    """Send the decisions on each layer from its first worker to all ranks."""
-    if not decisions:
+    """Send the decisions on each layer from its first worker to all ranks, and check that all its workers agree.
+
+    Raises:
+        NatgradError: on all ranks, if the rule has decided otherwise on another worker of a layer.
+    """
+    if not decisions or runtime.ranks == 1:
         return
-    numbers = [
-        state.numbers if group.role.assignment.workers[0] == runtime.rank else torch.zeros_like(state.numbers)
-        for group, state in decisions.items()
-    ]
-    message = torch.cat(numbers).flatten().to(next(iter(decisions)).device)
+    rows = []
+    for group, state in decisions.items():
+        workers, row = group.role.assignment.workers, torch.zeros(len(state.numbers), 3, dtype=torch.float64)
+        # A decision is one of two numbers. So the last column sums to 0 if all workers have decided as the first.
+        if runtime.rank == workers[0]:
+            row[:, :2], row[:, 2] = state.numbers, len(workers) * state.numbers[:, 1]
+        if runtime.rank in workers:
+            row[:, 2] -= state.numbers[:, 1]
+        rows.append(row)
+    message = torch.cat(rows).flatten().to(next(iter(decisions)).device)
     runtime.sum_(message, "counters")
-    received = message.cpu().view(-1, 2).split([len(own) for own in numbers])
-    for state, rows in zip(decisions.values(), received, strict=True):
-        state.numbers.copy_(rows)
+    received = message.cpu().view(-1, 3).split([len(own) for own in rows])
+    names = [member.layer.name for group in decisions for member in group.members]
+    differing = [name for name, row in zip(names, torch.cat(received), strict=True) if row[2] != 0]
+    if differing:
+        raise NatgradError(
+            f"the refresh rule has decided otherwise on another rank on {', '.join(differing)}: due() may depend only "
+            "on its arguments and on options that are the same on every rank"
+        )
+    for state, numbers in zip(decisions.values(), received, strict=True):
+        state.numbers.copy_(numbers[:, :2])
