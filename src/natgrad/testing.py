@@ -270,7 +270,8 @@ def check_curvature(curvature: Curvature, model: nn.Module, batch: Any, loss_fn:
 
 def _half_squares(model: nn.Module, batch: Any) -> Tensor:
     outputs: Tensor = next(leaf for leaf in tree_leaves(model(batch)) if isinstance(leaf, Tensor))
-    return outputs.square().flatten(1).sum(1).mean() / 2
+    squares = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).square()  # squares of float16 may overflow
+    return squares.sum() / (2 * len(outputs))
 
 
 def _run(

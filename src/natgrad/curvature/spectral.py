@@ -49,7 +49,7 @@ class Spectral(Curvature):
     is_normalized = True
     needs_results = False  # without roots it is Muon
     takes_narrow_rows = True
-    trace_reads = ("A", "G")
+    trace_reads: tuple[str, ...] | None = ("A", "G")
     covers_bias = False
     # The size up to which every factor is whole: the decomposition of a larger one takes more than a few milliseconds.
     _whole_size = 256
@@ -105,6 +105,8 @@ class Spectral(Curvature):
         require(dtype is None or steps is not None, "dtype", dtype, "None for an exact polar factor (steps=None)")
         require(isinstance(full_factors, bool), "full_factors", full_factors, "True or False")
         self.full_factors, self.A, self.G, self.offsets = full_factors, Side(), Side(), 1
+        if not self.power:
+            self.trace_reads = None
         self._variants: dict[object, Spectral] = {}
         self.max_factor_size, self.groups, self.dtype = max_factor_size, groups, dtype
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
