@@ -15,7 +15,7 @@ from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.curvature.sides import Form, Side
-from natgrad.errors import require, require_one_of
+from natgrad.errors import did_you_mean, require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import DenseRows
 from natgrad.linalg.iterative import Warm
@@ -90,7 +90,7 @@ class KFAC(Curvature):
         Raises:
             ValueError: if an argument is not allowed.
         """
-        allowed = "'eigen', 'iterative' or 'inverse' ('newton-schulz' was removed)"
+        allowed = f"'eigen', 'iterative' or 'inverse' ('newton-schulz' was removed){did_you_mean(form, _COST)}"
         require(isinstance(form, str) and form in _COST, "form", form, allowed)
         require_one_of("sharing", sharing, "expand", "reduce")
         require(isinstance(pi, bool), "pi", pi, "True or False")

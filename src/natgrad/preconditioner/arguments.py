@@ -27,7 +27,7 @@ from natgrad.schedule import check_number, is_whole
 def check_arguments(model: object, optimizer: object, arguments: Mapping[str, Any]) -> None:
     """Check the arguments of `natgrad.Preconditioner`, without `kl_clip` if it has its default."""
     kind = type(model).__name__
-    require(isinstance(model, nn.Module), "model", kind, "an nn.Module")
+    require(isinstance(model, nn.Module), "model", kind, "an nn.Module, not its parameters")
     allowed = "plain or in DistributedDataParallel, not DataParallel"
     require(not isinstance(model, DataParallel), "model", kind, allowed)
     assert isinstance(model, nn.Module)
@@ -87,7 +87,7 @@ def _check_curvature(curvature: Curvature | Curvatures) -> None:
 def _check_optimizer(model: nn.Module, optimizer: object) -> None:
     kind = type(optimizer).__name__
     fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-    require(fits, "optimizer", kind, "a torch.optim.Optimizer, or None")
+    require(fits, "optimizer", kind, "a torch.optim.Optimizer, not its class or name, or None")
     allowed = "an optimizer that steps once for each backward pass: LBFGS evaluates its closure within a step"
     require(not isinstance(optimizer, torch.optim.LBFGS), "optimizer", kind, allowed)
     if isinstance(optimizer, torch.optim.Optimizer):
