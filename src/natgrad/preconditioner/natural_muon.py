@@ -36,7 +36,9 @@ from natgrad.preconditioner.preconditioner import Preconditioner
 from natgrad.refresh import DoublingInterval, Refresh, RefreshRule
 from natgrad.schedule import check_number, is_number
 
-_WITH_MODEL = "an nn.Module, not its parameters; for trainers that pass these: docs/integrations.md"
+_WITH_MODEL = (
+    "an nn.Module, not its parameters; for trainers that pass these: https://natgrad.github.io/natgrad/integrations/"
+)
 
 # The steps over which the roots of a refresh are spread.
 _SPREAD = 8

@@ -274,8 +274,8 @@ class PreconditionedOptimizer(Optimizer):
                 f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of this "
                 f"rank's layers only, and the file of one rank cannot resume all {plan.ranks}. Call "
                 "consolidate_state_dict() on every rank before. Inside a trainer pass placement='comm-opt', or do what "
-                "docs/integrations.md says of this trainer. (torch.distributed.checkpoint takes the optimizer's part "
-                "alone, which is complete: save the preconditioner with it)",
+                "https://natgrad.github.io/natgrad/integrations/ says of this trainer. (torch.distributed.checkpoint "
+                "takes the optimizer's part alone, which is complete: save the preconditioner with it)",
                 "incomplete-state",
                 stacklevel=2,
             )
