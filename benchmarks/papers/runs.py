@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import get_context
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -16,7 +17,7 @@ from natgrad import tasks
 from natgrad.training.job import Job
 from natgrad.training.journal import Journal
 from natgrad.training.result import Result
-from natgrad.training.run import Output, train
+from natgrad.training.run import CONFIGURATION, Output, train
 from natgrad.training.search import SEED
 from natgrad.training.summary import final_value
 
@@ -57,6 +58,10 @@ def job(figure: Figure, contender: Contender, rate: float, seed: int) -> Job:
 def run(figure: Figure, journal: Journal, *, processes: int) -> list[Row]:
     """Run what is missing of a figure and return its rows."""
     contenders = figure.contenders
+    if figure.first is not None:
+        first = Job.from_json({"task": figure.task, **figure.first})
+        folder = Path(figure.shared["start_from"])
+        train(first, Output(folder=folder), resume=(folder / CONFIGURATION).exists())
     _complete(
         [job(figure, each, rate, SEED) for each in contenders.values() for rate in each.rates], journal, processes
     )
