@@ -65,6 +65,7 @@ def write_page() -> None:
         lines = [shown.headings, ["---"] * len(shown.headings), *shown.rows]
         parts += [f"## {figure.title}", f"`{name}`: {figure.paper}. Here: `{figure.task}`, embedded data."]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts += [figure.note] if figure.note else []
     parts += ["## Elsewhere", "\n".join(f"- {name}: {reason}." for name, reason in ELSEWHERE.items())]
     PAGE.write_text("\n\n".join(parts) + "\n")
 

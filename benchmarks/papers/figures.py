@@ -39,6 +39,7 @@ class Figure:
             final metric, over what the reference needs.
         seeds: Fresh seeds of each contender at its best learning rate.
         first: Fields of a run before all others, which start from its weights; its folder is their `start_from`.
+        note: What else was found, for the page.
     """
 
     title: str
@@ -50,6 +51,7 @@ class Figure:
     measure: Measure
     seeds: int = 3
     first: Mapping[str, Any] | None = None
+    note: str = ""
 
 
 _CLIPPED = {"damping": 3e-2, "kl_clip": 1e-3, "factors": 5, "inverses": 10}
