@@ -57,15 +57,16 @@ def sheet(figure: Figure, found: Sequence[Row]) -> Sheet:
 def write_page() -> None:
     """Write the page of all figures that have been run, and of those that other benchmarks show."""
     parts = [_HEAD]
-    for name, figure in FIGURES.items():
-        path = RESULTS / f"papers_{name}.json"
-        if not path.exists():
-            continue
+    found = {name: path for name in FIGURES if (path := RESULTS / f"papers_{name}.json").exists()}
+    for name, path in found.items():
+        figure = FIGURES[name]
         shown = sheet(figure, [Row(**row) for row in json.loads(path.read_text())["rows"]])
         lines = [shown.headings, ["---"] * len(shown.headings), *shown.rows]
         parts += [f"## {figure.title}", f"`{name}`: {figure.paper}. Here: `{figure.task}`, embedded data."]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
         parts += [figure.note] if figure.note else []
+    missing = [f"- {each.title}: `{name}`." for name, each in FIGURES.items() if name not in found]
+    parts += ["## Not yet run", "\n".join(missing)] if missing else []
     parts += ["## Elsewhere", "\n".join(f"- {name}: {reason}." for name, reason in ELSEWHERE.items())]
     PAGE.write_text("\n\n".join(parts) + "\n")
 
