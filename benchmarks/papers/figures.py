@@ -156,6 +156,8 @@ FIGURES: Mapping[str, Figure] = {
         },
         reference="LAMB",
         measure="epochs",
+        note="This decides nothing: on so little text both learn little more than how often words occur (accuracy "
+        "0.137 after 480 steps of phase 1, 0.13 after 138 of phase 2).",
         first={**_FIRST_PHASE, "optimizer": "lamb", "learning_rate": 1.6e-2, "seed": 1000},
     ),
     "pauloski-table-5": Figure(
