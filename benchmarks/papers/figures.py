@@ -109,7 +109,7 @@ FIGURES: Mapping[str, Figure] = {
         },
         reference="SGD",
         measure="epochs",
-        note="In the paper K-FAC's learning rate falls sooner than SGD's; so does it here in the last rows.",
+        note="In the paper K-FAC's learning rate falls sooner than SGD's; so does it here in the last two rows.",
     ),
     "pauloski-table-1": Figure(
         title="Pauloski 2022, table 1: eigendecompositions and inverses",
