@@ -396,8 +396,10 @@ def _covered(model: nn.Module, curvature: Curvature) -> list[tuple[Layer, Curvat
 
 
 def _samples_of(name: str, batch: Any, least: int) -> int:
-    """Return the number of samples of a batch."""
-    sizes = [len(leaf) if leaf.ndim else 0 for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    """Return the number of samples of a batch of finite values."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    require(all(leaf.isfinite().all() for leaf in tensors), name, "NaN or infinity", "tensors of finite values")
+    sizes = [len(leaf) if leaf.ndim else 0 for leaf in tensors]
     fits = sizes and sizes[0] >= least and len(set(sizes)) == 1
     require(fits, name, f"tensors of {sizes} samples", f"tensors with one number of samples, at least {least}")
     return sizes[0]

@@ -104,11 +104,13 @@ def test_what_is_wrong_in_a_layer_is_named(name):
         check_layer(module(2, 4, 3), normal(6, 3, 8))
 
 
-def test_what_no_layer_covers_and_batches_that_are_too_small_are_refused():
+def test_what_no_layer_covers_and_batches_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"module='PReLU' .*no layer type"):
         check_layer(nn.PReLU(), normal(4, 3))
     with pytest.raises(ValueError, match="at least 2"):
         check_layer(nn.Linear(3, 2), normal(1, 3))
+    with pytest.raises(ValueError, match="finite values"):
+        check_layer(nn.Linear(3, 2), normal(4, 3) / 0)
 
 
 # --- Curvatures -----------------------------------------------------------------------------------------------------

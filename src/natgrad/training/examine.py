@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import inf
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from natgrad import PreconditionedOptimizer, create_optimizer
 from natgrad.errors import ArgumentError, NatgradWarning, did_you_mean, require
@@ -168,18 +169,10 @@ def _pass(model: nn.Module, arguments: Sequence[tuple[str, Tensor]], given: Sequ
     except Exception as error:  # of the user's model
         allowed = f"what the model takes: {type(error).__name__}: {error}"
         raise ArgumentError("input", " ".join(given), allowed) from error
-    losses = [each.float().square().mean() for each in _tensors(outputs) if each.requires_grad]
+    found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    losses = [leaf.float().square().mean() for leaf in found]
     require(losses, "model", type(model).__name__, "one with outputs that have a gradient")
     sum(losses[1:], losses[0]).backward()
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the outputs of a model."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping | list | tuple):
-        for each in outputs.values() if isinstance(outputs, Mapping) else outputs:
-            yield from _tensors(each)
 
 
 def _steps(
