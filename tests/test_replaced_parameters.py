@@ -57,6 +57,8 @@ def assign(model):
 def materialise(model):
     state = copy.deepcopy(model.state_dict())
     model.to("meta").to_empty(device="cpu").load_state_dict(state)
+    for gradient in (p.grad for p in model.parameters() if p.grad is not None):
+        gradient.fill_(float("nan"))  # `to_empty` leaves in it what happens to be there
 
 
 def resize_the_table(model):

@@ -244,6 +244,7 @@ class PreconditionedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget the statistics of their backward passes."""
+        self._read_groups()  # ``to_empty`` gives new parameters, and these gradients that nothing has set
         self._reset_count()
         self.preconditioner._capture.discard()
         self.optimizer.zero_grad(set_to_none)
