@@ -200,8 +200,9 @@ def test_a_step_of_nan_moves_nothing():
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer.zero_grad()
     cross_entropy(model(batch(3)[0]) * torch.nan, batch(3)[1]).backward()
-    with pytest.warns(natgrad.NatgradWarning, match="is not finite"):
+    with pytest.warns(natgrad.NatgradWarning, match="is not finite") as caught:
         optimizer.step()
+    assert caught[0].filename == __file__
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 

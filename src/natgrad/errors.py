@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -67,9 +68,15 @@ class NatgradWarning(UserWarning):
     """Something works, but probably not as intended."""
 
 
-def warn(message: str, anchor: str, *, stacklevel: int) -> None:
-    """Give a `NatgradWarning` that ends in the address of its section of `PAGE`; `stacklevel` as in `warnings.warn`."""
-    warnings.warn(f"{message}. See {PAGE}#{anchor}", NatgradWarning, stacklevel=stacklevel + 1)
+def warn(message: str, anchor: str) -> None:
+    """Give a `NatgradWarning` that ends in the address of its section of `PAGE`.
+
+    It points at the innermost line outside of natgrad and torch, which wraps the `step` of optimizers.
+    """
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("natgrad", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{message}. See {PAGE}#{anchor}", NatgradWarning, stacklevel=level)
 
 
 def require(condition: object, name: str, value: Any, allowed: str) -> None:

@@ -520,7 +520,7 @@ class DASO:
         different = self._different_weights()
         self.synchronize()
         if different:  # after the messages, because the user may turn the warning into an error
-            warn(different, "different-weights", stacklevel=4)
+            warn(different, "different-weights")
         self.agree(epoch=epochs.epoch, batches=epochs.batches)
         loss = self._mean_loss()
         if loss is not None and not isfinite(loss):

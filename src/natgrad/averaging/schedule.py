@@ -43,7 +43,7 @@ class Epochs:
         cooldown = default if cooldown is None else cooldown
         if epochs is None and cooldown:
             problem = f"cooldown_epochs={cooldown} has no effect without epochs"
-            warn(f"natgrad: {problem}", "cool-down", stacklevel=3)
+            warn(f"natgrad: {problem}", "cool-down")
             cooldown = 0
         fits = epochs is None or warmup + cooldown <= epochs
         require(fits, "warmup_epochs + cooldown_epochs", warmup + cooldown, f"at most epochs ({epochs})")

@@ -123,7 +123,7 @@ class GradientAudit:
         if proportional:
             text = f".grad is {factor:.4g} times the gradient"
         text = f"natgrad: {text} captured in the backward passes of a step. {self._causes()}"
-        warn(text, "changed-gradients", stacklevel=4)  # of `step`
+        warn(text, "changed-gradients")
 
     def _causes(self) -> str:
         averaged = "nothing averages gradients over the ranks (wrap the model, pass gradients='reduce', or under DASO "

@@ -140,7 +140,6 @@ class Reductions:
             "default reduction 'mean' is for losses that average over samples. Pass reduction='tokens' if the loss "
             "averages over all positions, as a cross-entropy of tokens does, otherwise reduction='mean'",
             "reduction",
-            stacklevel=5,  # the caller of `step`
         )
 
     def warn_of_idle(self, layers: Iterable[str]) -> None:
@@ -151,7 +150,6 @@ class Reductions:
             warn(
                 f"natgrad: the patterns {idle} of reduction apply to no covered layer; see explain()",
                 "coverage",
-                stacklevel=4,
             )
 
     # --- How many terms count -----------------------------------------------------------------------------------
@@ -299,7 +297,6 @@ class Terms:
             f"nearest to the loss, but {use.layer.name} has {samples}: call the model, not a method or a part of it, "
             f"with a tensor of all samples",
             "batch-size",
-            stacklevel=2,
         )
 
 

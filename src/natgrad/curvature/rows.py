@@ -179,7 +179,7 @@ class HyLo(_RowCurvature):
             message = (
                 "natgrad: HyLo(rank=1) keeps one row of the global batch: rank=1.0 keeps all rows, rank=0.1 a tenth"
             )
-            warn(message, "one-row", stacklevel=2)
+            warn(message, "one-row")
 
     def __repr__(self) -> str:
         options = {

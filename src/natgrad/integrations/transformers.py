@@ -135,4 +135,4 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def _warn(message: str) -> None:
-    warn(f"natgrad: {message}", "trainer", stacklevel=3)
+    warn(f"natgrad: {message}", "trainer")

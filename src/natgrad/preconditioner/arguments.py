@@ -167,5 +167,4 @@ def warn_of_missing_process_group() -> None:
         "initialised, and their models drift apart: call torch.distributed.init_process_group() before the first "
         "forward pass, or unset WORLD_SIZE if this process trains alone",
         "process-group",
-        stacklevel=5,  # the caller of `step`
     )

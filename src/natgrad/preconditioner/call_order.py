@@ -114,7 +114,7 @@ class CallOrder:
     def _warn_once(self, message: str, anchor: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warn(f"natgrad: {message}", anchor, stacklevel=5)  # the caller of either `step`
+            warn(f"natgrad: {message}", anchor)
 
 
 def _changes_nothing(optimizer: torch.optim.Optimizer) -> bool:

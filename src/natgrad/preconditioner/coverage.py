@@ -293,7 +293,7 @@ def warn_of_idle(model: nn.Module, curvature: Curvature | Curvatures, coverage: 
         frozen = any("frozen" in left.reason for left in coverage.left)
         uncovered = "no layer of the model is covered" + (" while its weights are frozen" if frozen else "")
         what = f"the patterns {idle} decide for no module" if idle else uncovered
-        warn(f"natgrad: {what}; see explain()", "coverage", stacklevel=4)
+        warn(f"natgrad: {what}; see explain()", "coverage")
 
 
 def warn_of_uncovered(coverage: Coverage) -> None:
@@ -313,7 +313,6 @@ def warn_of_uncovered(coverage: Coverage) -> None:
         f"natgrad has curvature for {share:.0%} of the elements of weight matrices. The optimizer moves the others "
         f"without it, the largest of which are {largest}. See explain(). A pattern with None says that it is intended",
         "coverage",
-        stacklevel=4,
     )
 
 
@@ -339,7 +338,6 @@ def warn_of_lost(before: Iterable[str], coverage: Coverage) -> None:
             f"natgrad: the model has changed, and the optimizer moves {_listed(lost)} without curvature from now on: "
             f"{'; '.join(dict.fromkeys(reasons[name] for name in lost))}",
             "changed-model",
-            stacklevel=4,
         )
 
 

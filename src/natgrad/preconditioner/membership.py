@@ -121,7 +121,6 @@ def _warn_of_idle(names: list[str]) -> None:
             "They were replaced or added after it was built: build the optimizer after the change, or call "
             'optimizer.add_param_group({"params": [...]}) with them',
             "parameters-in-no-group",
-            stacklevel=5,
         )
 
 

@@ -522,7 +522,6 @@ def warn_of_other_heads(outputs: Any, matrices: Mapping[str, Place], chosen: Seq
             f"natgrad: NaturalMuon has taken {', '.join(chosen)} for the layers nearest to the loss, but in the first "
             f"forward pass these were {', '.join(heads)}: pass heads={heads}",
             "heads",
-            stacklevel=2,
         )
 
 

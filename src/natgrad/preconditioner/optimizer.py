@@ -196,7 +196,6 @@ class PreconditionedOptimizer(Optimizer):
                 "natgrad: the loaded optimizer state came without the preconditioner's, whose curvature starts anew: "
                 "to resume it, save and load the preconditioner, too",
                 "state-without-curvature",
-                stacklevel=3,
             )
         self._lacks_curvature = False
 
@@ -278,7 +277,6 @@ class PreconditionedOptimizer(Optimizer):
                 "https://natgrad.github.io/natgrad/integrations/ says of this trainer. (torch.distributed.checkpoint "
                 "takes the optimizer's part alone, which is complete: save the preconditioner with it)",
                 "incomplete-state",
-                stacklevel=2,
             )
         return {**self.optimizer.state_dict(), "preconditioner": curvature}
 

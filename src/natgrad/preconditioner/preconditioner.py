@@ -451,7 +451,6 @@ class Preconditioner:
                 "without a count all positions count. If the loss leaves some out (ignore_index), pass "
                 'step(count="auto"), or set count = "auto" of a PreconditionedOptimizer; else pass their number',
                 "masked-positions",
-                stacklevel=4,  # the caller of `step`
             )
 
     def _reduce_gradients(self, count: Count | None) -> float | Tensor:

@@ -44,7 +44,7 @@ class Unreadable:
                 return read(place)
             except DataError as error:
                 self._found[place] = True
-                warn(f"{error}; the next sample takes its place", "samples-left-out", stacklevel=2)
+                warn(f"{error}; the next sample takes its place", "samples-left-out")
         raise DataError(f"no sample of {min(samples, _IN_A_ROW)} in a row can be read, from sample {index} on")
 
     def indices(self) -> list[int]:

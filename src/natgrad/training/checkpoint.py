@@ -186,7 +186,6 @@ def load_latest(
                 warn(
                     f"{problem}; the run goes on from the checkpoint of step {step_of(path)}",
                     "damaged-checkpoint",
-                    stacklevel=2,
                 )
         return state
     raise CheckpointError("; ".join(problems) or f"no complete checkpoint in {folder}")

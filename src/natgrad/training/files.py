@@ -154,7 +154,7 @@ def _lock(folder: Path, name: str) -> Lock:
             os.close(descriptor)
             raise
         text = f"the file system of {folder} has no locks: make sure that no other process uses this folder"
-        warn(text, "no-locks", stacklevel=4)
+        warn(text, "no-locks")
     return Lock(descriptor)
 
 

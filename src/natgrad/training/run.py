@@ -197,7 +197,7 @@ def _claimed(output: Output, job: Job, *, resume: bool) -> Iterator[tuple[_Place
         is_new, run = run is None, uuid.uuid4().hex if run is None else run
         done = None if is_new else _done(folder, run, job, resume=resume)
         for path in {*checkpoint.complete(folder / CHECKPOINTS)} - {*checkpoint.complete(folder / CHECKPOINTS, run)}:
-            warn(f"{path} is not a checkpoint of this run, and is left as it is", "foreign-checkpoint", stacklevel=4)
+            warn(f"{path} is not a checkpoint of this run, and is left as it is", "foreign-checkpoint")
         checkpoint.clean(folder / CHECKPOINTS, run)
         if done is None:
             (folder / METRICS).unlink(missing_ok=True)
@@ -300,7 +300,7 @@ def _save(place: _Place, world: World, training: Training) -> None:
             older = checkpoint.complete(place.folder / CHECKPOINTS, place.run)
             last = checkpoint.step_of(older[-1]) if older else None
             stays = "without a checkpoint" if last is None else f"and the checkpoint of step {last} stays"
-            warn(f"{error}; the run goes on, {stays}", "unwritten-file", stacklevel=2)
+            warn(f"{error}; the run goes on, {stays}", "unwritten-file")
 
 
 def _restore(training: Training, place: _Place, world: World) -> None:
@@ -350,4 +350,4 @@ class _Recorder:
             self._missing = False
         except OSError as error:
             self._missing = True
-            warn(f"{path} could not be written: {error}; tried again later", "unwritten-file", stacklevel=2)
+            warn(f"{path} could not be written: {error}; tried again later", "unwritten-file")

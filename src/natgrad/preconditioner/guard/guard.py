@@ -218,7 +218,6 @@ class FailureCounters:
                 f"natgrad: {what}: the optimizer has skipped a step, and will skip others like it; "
                 "metrics()['skipped_steps'] counts them",
                 "skipped-step",
-                stacklevel=5,  # the caller of `step`
             )
 
     def metrics(self) -> dict[str, float | Tensor]:

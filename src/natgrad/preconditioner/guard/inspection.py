@@ -135,7 +135,7 @@ class Inspection:
         if fresh:
             names = ", ".join(fresh[:_NAMED]) + (f" and {len(fresh) - _NAMED} more" if len(fresh) > _NAMED else "")
             message = f"natgrad has no curvature for {names}: {why}; see explain()"
-            warn(message, "no-curvature", stacklevel=5)  # the caller of `step`
+            warn(message, "no-curvature")
 
 
 def _tables(groups: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlocks]]:

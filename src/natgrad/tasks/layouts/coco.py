@@ -108,7 +108,7 @@ def _part(folder: Path, name: str) -> Part:
         picture.instances.append(Instance(box=box, label=label, outline=outline, is_crowd=bool(each["iscrowd"])))
     if without_area:
         boxes = "box without width or height is" if without_area == 1 else "boxes without width or height are"
-        warn(f"{path}: {without_area} {boxes} left out", "samples-left-out", stacklevel=2)
+        warn(f"{path}: {without_area} {boxes} left out", "samples-left-out")
     return Part(pictures=list(pictures.values()), categories=categories)
 
 

@@ -56,4 +56,4 @@ def report_left_out(path: Path, count: int, total: int, what: str) -> None:
     if count == total:
         raise DataError(f"{path} has nothing but {what}")
     if count:
-        warn(f"{path}: left out {count} of {total} {what}", "samples-left-out", stacklevel=2)
+        warn(f"{path}: left out {count} of {total} {what}", "samples-left-out")
