@@ -276,3 +276,23 @@ def test_labels_are_drawn_only_where_a_curvature_that_is_due_asks_for_them(monke
         preconditioner.backward(cross_entropy(outputs, torch.randint(3, (6,))), outputs)
         preconditioner.step()
     assert drawn == [0, 3]
+
+
+@pytest.mark.parametrize("curvature", [natgrad.SNGD(), natgrad.HyLo()])
+def test_too_many_rows_are_refused_before_anything_changes(curvature):
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 3, 1))
+    preconditioner = build(model, curvature, reduction="tokens")
+    with pytest.raises(ValueError, match=r"rows of (SNGD|HyLo)=20000 is not allowed: .* at most 16384 a step"):
+        model(torch.zeros(2, 1, 100, 100))  # a loss over pixels
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+    model = nn.Linear(2, 1)
+    preconditioner = build(model, curvature)
+    for _ in range(2):
+        model(torch.ones(9000, 2)).square().mean().backward()
+    before = copy.deepcopy(model)
+    before.weight.grad = model.weight.grad.clone()
+    with pytest.raises(ValueError, match="=18000 is not allowed"):
+        preconditioner.step()
+    assert torch.equal(model.weight, before.weight)
+    assert torch.equal(model.weight.grad, before.weight.grad)

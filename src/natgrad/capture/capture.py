@@ -295,7 +295,11 @@ class Capture:
         shape = outline(inputs) if saved is None else saved.outline
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
-            forward.note(layer.name, layer.positions(output))  # a head that is tied to a table has rows of its own
+            positions = layer.positions(output)
+            forward.note(layer.name, positions)  # a head that is tied to a table has rows of its own
+            if wanted and name in self.rows.sample_counts and not self._reductions.is_undecided:
+                # Too many are refused here, before they fill the memory.
+                curvature.rows_per_rank(positions, positions, 1)
         size, output = output.shape, viewed(output)
         if torch._C._current_graph_task_id() != -1:  # recomputed: a gradient arrives only if that is reentrant
             output.register_hook(_refuse)

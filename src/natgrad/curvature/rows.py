@@ -21,6 +21,9 @@ _NOMINAL_ROWS = 256
 # For the running averages of norm layers.
 _DECAY = 0.95
 
+# The largest number of rows, of a rank or selected. A kernel of as many has 1 GiB in float32, and takes minutes.
+_MOST_ROWS = 2**14
+
 THRESHOLD = 0.5
 """Default η of HyLo, from Accordion, which the paper cites; the paper has no value."""
 
@@ -89,6 +92,26 @@ class _RowCurvature(Curvature):
     @override
     def accumulate(self, *args: object, **options: object) -> NoReturn:
         raise AssertionError("rows are gathered, not summed")
+
+    @override
+    def rows_per_rank(self, samples: float, most: int, ranks: int) -> int:
+        """Return how many rows each rank selects.
+
+        Raises:
+            ValueError: There are too many rows.
+        """
+        selected = self.selected_rows(samples, most, ranks)
+        rows = max(most, selected * ranks)
+        allowed = (
+            f"at most {_MOST_ROWS} a step: if the loss is a mean over pixels or tokens, each of them is a sample with "
+            "a row, and K-FAC, which has no rows, suits it better"
+        )
+        require(rows <= _MOST_ROWS, f"rows of {type(self).__name__}", rows, allowed)
+        return selected
+
+    def selected_rows(self, samples: float, most: int, ranks: int) -> int:
+        """Return how many rows each rank selects, of at most `most`."""
+        return most
 
     @override
     def compute(
@@ -205,7 +228,7 @@ class HyLo(_RowCurvature):
         return (TensorSpec(EPOCH_GRADIENT, (d_out * d_in,)),) if self.method == "switch" else ()
 
     @override
-    def rows_per_rank(self, samples: float, most: int, ranks: int) -> int:
+    def selected_rows(self, samples: float, most: int, ranks: int) -> int:
         # 1e-9, because 0.1 * 30 > 3 in floating point.
         rows = self.rank if isinstance(self.rank, int) else ceil(self.rank * samples - 1e-9)
         return min(most, ceil(rows / ranks))
