@@ -59,6 +59,12 @@ def test_final_is_the_median_of_the_last_tenth():
 
 def test_the_target_is_the_reference_contenders_median():
     results = {"adamw": [run([1], [4]), run([2], [5]), run([9], [9])], "sgd": [run([0], [0])]}
-    assert targets(results) == {"loss": 2, "metric": 5}
-    assert targets({"sgd": results["sgd"]}) == {}
-    assert targets({"adamw": [run([1], [1], status="diverged")]}) == {}
+    assert targets(results, HIGHER) == {"loss": 2, "metric": 5}
+    assert targets({"sgd": results["sgd"]}, HIGHER) == {}
+    assert targets({"adamw": [run([1], [1], status="diverged")]}, HIGHER) == {}
+
+
+def test_the_reference_contender_reaches_the_target_of_an_even_number_of_runs():
+    results = {"adamw": [run([3, 2, 1], [0.0, 0.2, 0.5]), run([3, 2, 1], [0.0, 0.5, 0.7])]}
+    assert targets(results, HIGHER)["metric"] == 0.5
+    assert shares(results, HIGHER)["adamw"].steps == pytest.approx(25 / 30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
-from statistics import geometric_mean, median
+from statistics import geometric_mean, median, median_high, median_low
 from typing import Any, Literal
 
 from natgrad.tasks import Metric
@@ -63,12 +63,19 @@ def final_value(result: Result, quantity: Quantity) -> float:
     return float(median(getattr(point, quantity) for point in tail))
 
 
-def targets(results: Mapping[str, Sequence[Result]]) -> Mapping[Quantity, float]:
-    """Return the reference contender's median final loss and metric; empty if it has no finished run."""
+def targets(results: Mapping[str, Sequence[Result]], metric: Metric) -> Mapping[Quantity, float]:
+    """Return the reference contender's median final loss and metric; empty if it has no finished run.
+
+    Of an even number of runs it is the worse of the two in the middle, which more than half of the runs reach.
+    """
     finished = [result for result in results.get(REFERENCE, ()) if result.status == "finished"]
     if not finished:
         return {}
-    return {quantity: median(final_value(result, quantity) for result in finished) for quantity in QUANTITIES}
+    losses, metrics = ([final_value(result, quantity) for result in finished] for quantity in QUANTITIES)
+    return {
+        "loss": median_high(losses),
+        "metric": median_high(metrics) if metric.better == "lower" else median_low(metrics),
+    }
 
 
 def summarise(name: str, settings: Mapping[str, Any], results: Sequence[Result]) -> Row:
@@ -109,7 +116,7 @@ class Share:
 
 def shares(results: Mapping[str, Sequence[Result]], metric: Metric) -> Mapping[str, Share]:
     """Return the share of each contender with a finished run; empty without one of the reference contender."""
-    target = targets(results).get("metric")
+    target = targets(results, metric).get("metric")
     finished = {name: [run for run in runs if run.status == "finished"] for name, runs in results.items()}
     if target is None:
         return {}

@@ -87,7 +87,7 @@ def write_analysis(
 def figure(outcome: TaskComparison, *, narrow: bool = False) -> Figure:
     """Draw a comparison's curves."""
     curves = {name: [result.points for result in results] for name, results in outcome.results.items()}
-    return overview(curves, outcome.task.metric, targets(outcome.results), narrow=narrow)
+    return overview(curves, outcome.task.metric, targets(outcome.results, outcome.task.metric), narrow=narrow)
 
 
 def _render(template: str, path: Path, **values: Any) -> None:
