@@ -72,12 +72,9 @@ def test_biases_and_norms_are_not_decayed(name):
         ({"name": "natural-moun"}, "did you mean 'natural-muon'"),
         (
             {"name": "sgd+kfac", "momentun": 0.9},
-            r"momentun must be one of sgd.kfac's: .*clip_norm.* \(did you mean 'momentum'\?\)",
+            r"'momentun' is not allowed \(did you mean 'momentum'\?\): option must be one of sgd.kfac's: .*clip_norm",
         ),
-        (
-            {"interva": 3},
-            r"interva must be one of natural-muon's: .* \(did you mean 'interval'\?\)",
-        ),
+        ({"interva": 3}, r"\(did you mean 'interval'\?\): option must be one of natural-muon's: "),
         ({"name": "rprop+kfac", "weight_decay": 0.1}, "weight_decay must be 0, as rprop has none"),
         ({"clip_norm": 0.0}, "clip_norm must be a number above 0, or None"),
         ({"clip_norm": 1.0, "gradients": "reduce"}, "clip_norm must be None with gradients='reduce'"),

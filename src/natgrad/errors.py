@@ -53,15 +53,20 @@ class ArgumentError(ValueError):
         name: The argument's name.
         value: The rejected value.
         allowed: A description of the allowed values.
+        near: The result of `did_you_mean`.
     """
 
-    def __init__(self, name: str, value: Any, allowed: str) -> None:
+    def __init__(self, name: str, value: Any, allowed: str, near: str = "") -> None:
         """Keep the parts, so that a caller can raise the error again under another name."""
-        super().__init__(name, value, allowed)
-        self.name, self.value, self.allowed = name, value, allowed
+        super().__init__(name, value, allowed, near)
+        self.name, self.value, self.allowed, self.near = name, value, allowed, near
 
     def __str__(self) -> str:
-        return f"{self.name}={self.value!r} is not allowed: {self.name} must be {self.allowed}"
+        return f"{self.name}={self.value!r} is not allowed{self.near}: {self.name} must be {self.allowed}"
+
+    def renamed(self, name: str) -> ArgumentError:
+        """Return the same error about an argument of another name."""
+        return type(self)(name, self.value, self.allowed, self.near)
 
 
 class NatgradWarning(UserWarning):
@@ -79,38 +84,33 @@ def warn(message: str, anchor: str) -> None:
     warnings.warn(f"{message}. See {PAGE}#{anchor}", NatgradWarning, stacklevel=level)
 
 
-def require(condition: object, name: str, value: Any, allowed: str) -> None:
-    """Raise an `ArgumentError` unless `condition` is true.
+def require(condition: object, name: str, value: Any, allowed: str, near: str = "") -> None:
+    """Raise an `ArgumentError` of these parts unless `condition` is true.
 
     Raises:
         ArgumentError: if `condition` is false.
     """
     if not condition:
-        raise ArgumentError(name, value, allowed)
+        raise ArgumentError(name, value, allowed, near)
 
 
-def require_one_of(name: str, value: Any, *allowed: str) -> None:
-    """Raise an `ArgumentError` unless `value` is one of the `allowed` strings.
+def require_one_of(name: str, value: Any, *choices: str, owner: str = "") -> None:
+    """Raise an `ArgumentError` unless `value` is one of the `choices`, which may be options of an `owner`.
 
     Raises:
         ArgumentError: if it is not.
     """
-    *others, last = map(repr, allowed)
-    what = f"{', '.join(others)} or {last}{did_you_mean(value, allowed)}"
-    require(isinstance(value, str) and value in allowed, name, value, what)
-
-
-def one_of(value: Any, choices: Iterable[str], owner: str = "") -> str:
-    """Return what an error says that `value` must be: one of these names, which may be options of an `owner`."""
-    choices = list(choices)
-    if owner and not choices:
-        return f"left out: {owner} has none"
-    whose = f"{owner}'s: " if owner else ""
-    return f"one of {whose}{', '.join(choices)}{did_you_mean(value, choices)}"
+    if isinstance(value, str) and value in choices:
+        return
+    *others, last = [*map(repr, choices)] or [""]
+    listed = f"{', '.join(others)} or {last}" if others else last
+    whose = f"one of {owner}'s: " if owner else ""
+    allowed = f"{whose}{listed}" if choices else f"left out: {owner} has none"
+    raise ArgumentError(name, value, allowed, did_you_mean(value, choices))
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
-    """Return the end of an error that names the choice nearest to `value`; empty if none is near."""
+    """Return the part of an error that names the choice nearest to `value`; empty if none is near."""
     lower = {choice.lower(): choice for choice in choices}
     near = get_close_matches(str(value).lower(), lower, 1)
     return f" (did you mean {lower[near[0]]!r}?)" if near else ""

@@ -71,7 +71,7 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "nothing"), "TASK='nothing'"),
         (("train", "tabular", "--optimizer", "adamm"), "--optimizer='adamm'"),
         (("train", "tabular", "--option", "momentum"), "name=value"),
-        (("train", "tabular", "--option", "nesterov=True"), "--option nesterov=True"),
+        (("train", "tabular", "--option", "nesterov=True"), "--option='nesterov'"),
         (("train", "tabular", "--optimizer", "sgd", "--option", "momentum=-1"), "momentum"),
         (("train", "tabular", "--set", "width=9"), "--set='width'"),
         (("train", "tabular", "--lr", "-1"), "--lr=-1.0"),
@@ -229,7 +229,7 @@ def completed(monkeypatch, text):
     [
         ("natgrad doc", ["doctor"]),
         ("natgrad train dig", ["digits"]),
-        ("natgrad train digits --optimizer nat", ["naturalmuon"]),
+        ("natgrad train digits --optimizer nat", ["natural-muon"]),
         ("natgrad train digits --schedule co", ["constant", "cosine"]),
         ("natgrad compare digits --optimizers kfac,adamw,natural", ["kfac,adamw,natural-muon"]),
         ("natgrad explain models:build --optimizer adamw+k", ["adamw+kfac"]),
@@ -254,9 +254,9 @@ def test_help_has_an_example(command):
 def test_the_learning_rate_falls_by_a_cosine_unless_a_recipe_decides(tmp_path):
     (tmp_path / "own.toml").write_text('[[recipe]]\ntasks = ["*"]\noptimizer = "sgd"\n')
     for arguments, schedule, optimizer in (
-        ((), "cosine", "naturalmuon"),
+        ((), "cosine", "natural-muon"),
         (("--optimizer", "adamw"), "cosine", "adamw"),
-        (("--schedule", "step"), "step", "naturalmuon"),
+        (("--schedule", "step"), "step", "natural-muon"),
         (("--recipe", tmp_path / "own.toml"), "constant", "sgd"),
         (("--recipe", "large-batch"), "polynomial", "heavyball"),
     ):

@@ -75,7 +75,7 @@ def test_a_model_of_the_user_is_explained_without_a_file(folder, arguments, cove
         (("own_models:Tokens", "--input", "4,16:lung"), "--input='4,16:lung'"),
         (("own_models:Tokens", "--input", "4:long", "--set", "size=3"), "unexpected keyword argument 'size'"),
         (("own_models:Tokens", "--input", "4:long", "--optimizer", "sgd+kfca"), "--optimizer='sgd+kfca'"),
-        (("own_models:Tokens", "--input", "4:long", "--option", "refrsh=3"), "--option refrsh=3"),
+        (("own_models:Tokens", "--input", "4:long", "--option", "refrsh=3"), "--option='refrsh' is not allowed"),
         (("own_models:Tokens", "--input", "4:long", "--device", "gpu"), "--device='gpu'"),
     ],
 )

@@ -86,7 +86,7 @@ def test_the_user_may_end_an_epoch_that_has_ended(ranks, steps, length):
         ({"batches_to_wait": 5}, "batches_to_wait"),
         ({"merge": "mean"}, "merge"),
         ({"wire": torch.int8}, "wire"),
-        ({"cycling_wire": "bfloat16"}, "cycling_wire"),
+        ({"cycling_wire": "bfloat61"}, "cycling_wire"),
         ({"momentum": "drop"}, "momentum"),
         ({"epochs": 0}, "epochs"),
         ({"epochs": 2.5}, "epochs"),

@@ -44,7 +44,7 @@ def at_once(wire):
 @pytest.mark.parametrize(
     ("options", "steps", "tolerance"),
     [
-        *((BLOCKING | {"wire": wire}, 10, 3e-6) for wire in (torch.bfloat16, torch.float16)),
+        *((BLOCKING | {"wire": wire}, 10, 3e-6) for wire in (torch.bfloat16, "float16")),
         (BLOCKING | {"wire": None}, 10, 1e-7),
         *((at_once(wire), 40, 3e-5) for wire in (torch.bfloat16, torch.float16)),
     ],

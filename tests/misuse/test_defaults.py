@@ -147,4 +147,6 @@ def test_a_representation_shows_the_arguments():
     )
     assert repr(natgrad.recipes.WeightRescaling(model)) == "WeightRescaling(Sequential)"
     assert repr(natgrad.recipes.ZeroErasing(0.5, rank=0)) == "ZeroErasing(probability=0.5, seed=0, rank=0)"
+    assert repr(natgrad.PlacementRule()) == "PlacementRule()"
+    assert repr(natgrad.DenseRows(torch.zeros(1, 2, 3, 4))) == "DenseRows(samples=2, positions=3)"
     assert repr(natgrad.recipes.RunningMixup(0.4, rank=1)) == "RunningMixup(alpha=0.4, classes=None, seed=0, rank=1)"

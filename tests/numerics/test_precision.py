@@ -52,7 +52,7 @@ def worst(actual, expected):
 # Bounds on the relative error (Frobenius) of the natural gradient, the worst parameter's (docs/measurements.md).
 CHOICES = {
     "float32": (natgrad.Precision(), 1e-4),
-    "factors bfloat16": (natgrad.Precision(factors=BF16), 0.04),
+    "factors bfloat16": (natgrad.Precision(factors="bfloat16"), 0.04),
     "factors float16": (natgrad.Precision(factors=FP16), 0.005),
     "solve bfloat16": (natgrad.Precision(solve=BF16), 0.04),
     "solve float16": (natgrad.Precision(solve=FP16), 0.005),

@@ -90,7 +90,7 @@ def test_batches_of_tuples_and_dictionaries_are_counted_and_split(tmp_path, name
     assert seen.noted == [4, 8]
 
 
-@pytest.mark.parametrize("settings", [("--optimizer", "naturalmuon"), ("--curvature", "kfac", "--workers", 2)])
+@pytest.mark.parametrize("settings", [("--optimizer", "natural-muon"), ("--curvature", "kfac", "--workers", 2)])
 @pytest.mark.parametrize(("name", "write"), [("transformer-multi30k", folders.multi30k), ("bert-squad", folders.squad)])
 def test_text_is_learned_with_curvature(tmp_path, name, write, settings):
     write(tmp_path / "data")

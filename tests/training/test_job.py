@@ -22,7 +22,7 @@ def test_a_job_survives_json():
 
 
 def test_the_optimizer_left_out_is_natural_muon_or_adamw_with_a_curvature():
-    assert Job(task="digits").optimizer == "naturalmuon"
+    assert Job(task="digits").optimizer == "natural-muon"
     assert Job(task="digits", curvature="kfac").optimizer == "adamw"
 
 
@@ -32,7 +32,7 @@ def test_the_optimizer_left_out_is_natural_muon_or_adamw_with_a_curvature():
         ({"task": "nothing"}, "nothing"),
         ({"task": "digits", "task_options": {"images": 3}}, "images"),
         ({"task": "digits", "optimizer": "adamm"}, "optimizer='adamm'"),
-        ({"task": "digits", "options": {"beta": 1}}, "option beta=1"),
+        ({"task": "digits", "options": {"beta": 1}}, "option='beta'"),
         ({"task": "digits", "options": {"lr": 1}}, "option lr=1"),
         ({"task": "digits", "options": {"eps": {1}}}, "options="),
         ({"task": "digits", "schedule": "linear"}, "schedule='linear'"),
@@ -49,7 +49,7 @@ def test_the_optimizer_left_out_is_natural_muon_or_adamw_with_a_curvature():
         ({"task": "digits", "learning_rate": float("inf")}, "learning_rate=inf"),
         ({"task": "digits", "warmup": -1}, "warmup=-1"),
         ({"task": "digits", "rank": 3}, "rank=3"),
-        ({"task": "digits", "optimizer": "naturalmuon", "curvature": "kfac"}, "curvature='kfac'"),
+        ({"task": "digits", "optimizer": "natural-muon", "curvature": "kfac"}, "curvature='kfac'"),
         ({"optimizer": "sgd"}, "task=None"),
     ],
 )

@@ -126,7 +126,7 @@ def test_accumulation_changes_nothing(settings):
         {"optimizer": "sgd"},
         {"optimizer": "adamw"},
         {"optimizer": "muon", "schedule": "cosine", "warmup": 3},
-        {"optimizer": "naturalmuon"},
+        {"optimizer": "natural-muon"},
         KFAC,
     ],
 )

@@ -35,7 +35,7 @@ def gradients(net):
 def test_every_optimizer_of_torch_trains(name):
     torch.manual_seed(0)
     net = Net()
-    optimizer = optimizers.build(name.upper(), net, optimizers.default_learning_rate(name), {})
+    optimizer = optimizers.build(optimizers.current_name(name.upper()), net, optimizers.default_learning_rate(name), {})
     before = net.head.weight.clone()
 
     def closure():
@@ -105,5 +105,5 @@ def test_muon_refuses_kernels_that_are_no_matrix_in_memory():
 
 @pytest.mark.parametrize("name", ["natural-muon", "natural_muon", "NaturalMuon"])
 def test_natural_muon_has_one_name(name):
-    assert Job(task="digits", optimizer=name).optimizer == "naturalmuon"
+    assert Job(task="digits", optimizer=name).optimizer == "natural-muon"
     assert contenders.get(name).name == "natural-muon"

@@ -15,24 +15,26 @@ from natgrad.averaging.exchange import flat
 from natgrad.averaging.nodes import Grid, Nodes
 from natgrad.distributed import Communicator, fsdp
 from natgrad.errors import DivergedError, describe, require, require_one_of
+from natgrad.linalg.precision import to_dtype
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.schedule import check_whole, is_whole
 
 # --- Arguments --------------------------------------------------------------------------------------------------
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the plain options of `natgrad.DASO`, but for the phases, the plateau rule, and the range of B and S."""
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the plain options of `natgrad.DASO`, but for the phases, the plateau rule, and the range of B and S.
+
+    Returns:
+        The options, with dtypes in the place of their names.
+    """
     for name in ("batches_between", "batches_to_wait"):
         require(is_whole(options[name]), name, options[name], "a whole number")
     require_one_of("merge", options["merge"], "paper", "delta")
-    for name in ("wire", "cycling_wire"):
-        dtype = options[name]
-        fits = dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-        require(fits, name, dtype, "None, torch.bfloat16, torch.float16, torch.float32 or torch.float64")
     require_one_of("momentum", options["momentum"], "keep", "average", "reset")
     require_one_of("duty", options["duty"], "rotating", "sharded")
     check_whole("message_bytes", options["message_bytes"], 8, 2**63 - 1)
+    return {**options, **{name: to_dtype(name, options[name]) for name in ("wire", "cycling_wire")}}
 
 
 def check_arguments(model: object, optimizer: object, mesh: object, nodes: object, scaler: object) -> None:

@@ -19,8 +19,8 @@ from natgrad.averaging.checks import (
     check_arguments,
     check_finite,
     check_keys,
-    check_options,
     check_wrapper,
+    checked_options,
     find_replica,
 )
 from natgrad.averaging.exchange import MESSAGE_BYTES, Exchange
@@ -94,8 +94,8 @@ class DASO:
         warmup_epochs: float | None = None,
         cooldown_epochs: float | None = None,
         merge: Merge = "delta",
-        wire: torch.dtype | None = torch.bfloat16,
-        cycling_wire: torch.dtype | None = None,
+        wire: torch.dtype | str | None = torch.bfloat16,
+        cycling_wire: torch.dtype | str | None = None,
         momentum: Momentum = "keep",
         duty: Duty = "rotating",
         patience: int = 2,
@@ -142,8 +142,7 @@ class DASO:
             ValueError: if an argument is not allowed. Nothing has been changed then.
             AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
-        options = {name: value for name, value in locals().items() if name in OPTIONS}
-        check_options(options)
+        options = checked_options({name: value for name, value in locals().items() if name in OPTIONS})
         self._epochs = Epochs.of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
         if self._epochs.cycles:
@@ -179,9 +178,11 @@ class DASO:
         self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers", everyone=False)
         self._momentum = momentum
         self._momenta = Momenta(optimizer, self.named_parameters)
-        self._blocking = AveragedTensors("blocking", self._parameters, self._parameters_and_momenta, wire=wire)
+        self._blocking = AveragedTensors(
+            "blocking", self._parameters, self._parameters_and_momenta, wire=options["wire"]
+        )
         """Parameters and averaged momenta in warm-up and cool-down."""
-        self._cycling = AveragedTensors("parameters", self._parameters, self.parameters, merge, cycling_wire)
+        self._cycling = AveragedTensors("parameters", self._parameters, self.parameters, merge, options["cycling_wire"])
         """Parameters in the cycling phase."""
         replicated = preconditioner is not None and is_replicated(preconditioner, self.grid.inside.ranks)
         factors = self.exchange("factors", everyone=not replicated)

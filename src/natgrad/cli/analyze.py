@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .choices import completion
+from .choices import completion, names
 from .flags import absolute, parse
 
 if TYPE_CHECKING:
@@ -226,13 +226,13 @@ def analyze(
 def _job(task: str, optimizer: str, run_options: dict[str, Any], curvature_options: dict[str, Any]) -> Job:
     """Return the contender's job: its defaults, replaced by tuned settings, replaced by options that are not None."""
     from natgrad import tasks
-    from natgrad.errors import one_of, require
-    from natgrad.training import contenders, optimizers, tuned
+    from natgrad.errors import did_you_mean, require, require_one_of
+    from natgrad.training import contenders, tuned
     from natgrad.training.job import Job
 
-    require(task in tasks.names(), "task", task, tasks.known_names(task))
-    allowed = list(dict.fromkeys([*contenders.NAMES, *contenders.CURVATURES, *optimizers.names()]))
-    require(optimizer in allowed, "optimizer", optimizer, one_of(optimizer, allowed))
+    require(task in tasks.names(), "task", task, tasks.known_names(), did_you_mean(task, tasks.names()))
+    optimizer = contenders.current_name(optimizer)
+    require_one_of("optimizer", optimizer, *names("contender"))
     known, contender = tuned.read(task), contenders.get(optimizer)
     settings: dict[str, Any] = {**contender.settings, **(known.settings.get(optimizer, {}) if known else {})}
     given = {name: value for name, value in curvature_options.items() if value is not None}

@@ -60,8 +60,7 @@ def _optimizers() -> Iterable[str]:
 def _contenders() -> Iterable[str]:
     from natgrad.training import contenders, optimizers
 
-    known = dict.fromkeys((*contenders.NAMES, *contenders.CURVATURES, *optimizers.names()))
-    return [name for name in known if name != "naturalmuon"]  # "natural-muon" in another spelling
+    return dict.fromkeys((*contenders.NAMES, *contenders.CURVATURES, *optimizers.names()))
 
 
 def _curvatures() -> Iterable[str]:

@@ -44,10 +44,10 @@ def explain(
     import torch
     from rich.console import Console
 
-    from natgrad.errors import one_of, require
+    from natgrad.errors import require, require_one_of
     from natgrad.training.examine import examine, load_model
 
-    require(device in names("device"), "device", device, one_of(device, names("device")))
+    require_one_of("device", device, *names("device"))
     has_gpu = torch.cuda.is_available()
     require(device != "cuda" or has_gpu, "device", device, "cpu or auto: torch finds no GPU here")
     place = torch.device("cuda" if has_gpu and device != "cpu" else "cpu")

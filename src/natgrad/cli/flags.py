@@ -86,7 +86,7 @@ def in_flags(error: Exception, command: Any) -> Exception:
         for parameter in command.params
     }
     named = " + ".join(_in_flags(name, flags) for name in error.name.split(" + "))
-    return error if named == error.name else ArgumentError(named, error.value, error.allowed)
+    return error if named == error.name else error.renamed(named)
 
 
 def _in_flags(name: str, flags: Mapping[str, str]) -> str:

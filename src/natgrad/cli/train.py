@@ -61,7 +61,7 @@ def train(
         str,
         typer.Option(
             autocompletion=completion("optimizer"),
-            help="naturalmuon, lamb, or any optimizer of torch.optim; auto: naturalmuon, or adamw with --curvature.",
+            help="natural-muon, lamb, or any optimizer of torch.optim; auto: natural-muon, or adamw with --curvature.",
             rich_help_panel=_RATE,
         ),
     ] = "auto",

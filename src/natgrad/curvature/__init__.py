@@ -52,6 +52,6 @@ def _resolve(name: str, curvature: object, allowed: str) -> Curvature | None:
     is_optimizer = isinstance(curvature, str) and curvature == "kbfgs"
     require(not is_optimizer, name, curvature, "a curvature: K-BFGS is an optimizer, natgrad.KBFGS(model, lr=...)")
     fits = curvature is None or isinstance(curvature, Curvature)
-    require(fits, name, curvature, allowed + did_you_mean(curvature, BY_NAME))
+    require(fits, name, curvature, allowed, did_you_mean(curvature, BY_NAME))
     assert curvature is None or isinstance(curvature, Curvature)
     return curvature

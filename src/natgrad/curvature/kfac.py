@@ -90,8 +90,8 @@ class KFAC(Curvature):
         Raises:
             ValueError: if an argument is not allowed.
         """
-        allowed = f"'eigen', 'iterative' or 'inverse' ('newton-schulz' was removed){did_you_mean(form, _COST)}"
-        require(isinstance(form, str) and form in _COST, "form", form, allowed)
+        allowed = "'eigen', 'iterative' or 'inverse' ('newton-schulz' was removed)"
+        require(isinstance(form, str) and form in _COST, "form", form, allowed, did_you_mean(form, _COST))
         require_one_of("sharing", sharing, "expand", "reduce")
         require(isinstance(pi, bool), "pi", pi, "True or False")
         check_whole("max_factor_size", max_factor_size, 1, optional=True)

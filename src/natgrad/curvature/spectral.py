@@ -17,6 +17,7 @@ from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.linalg import product
 from natgrad.linalg.device import on_host
+from natgrad.linalg.precision import to_dtype
 from natgrad.linalg.roots import LONG, inverse_root, newton_schulz, polar
 from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
@@ -65,7 +66,7 @@ class Spectral(Curvature):
         likelihood: str | Likelihood | None = None,
         max_factor_size: int | None = 8192,
         groups: int = 1,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         full_factors: bool = False,
     ) -> None:
         """Choose the variant.
@@ -101,7 +102,7 @@ class Spectral(Curvature):
         self.power, self.steps, self.momentum, self.fisher = float(power), steps, float(momentum), fisher
         check_whole("max_factor_size", max_factor_size, 1, optional=True)
         check_whole("groups", groups, 1)
-        require(dtype in (None, torch.bfloat16), "dtype", dtype, "None or torch.bfloat16")
+        dtype = to_dtype("dtype", dtype, "bfloat16")
         require(dtype is None or steps is not None, "dtype", dtype, "None for an exact polar factor (steps=None)")
         require(isinstance(full_factors, bool), "full_factors", full_factors, "True or False")
         self.full_factors, self.A, self.G, self.offsets = full_factors, Side(), Side(), 1

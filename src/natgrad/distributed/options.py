@@ -115,7 +115,7 @@ def resolve(placement: object) -> Placement:
     require(isinstance(placement, str), "placement", placement, allowed)
     name, colon, fraction = str(placement).partition(":")
     fits = name in known and bool(colon) == (name == "hybrid")
-    require(fits, "placement", placement, allowed + did_you_mean(name, known))
+    require(fits, "placement", placement, allowed, did_you_mean(name, known))
     if not colon:
         return Placement(name=name)
     try:

@@ -74,6 +74,9 @@ class PlacementRule:
     sends_during_backward: bool = False
     renews_in_background: bool = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def workers(self, ranks: int) -> int:
         """Return the number of workers of a layer for P = `ranks`, a divisor of P."""
         return ranks
@@ -219,8 +222,8 @@ def rule_of(name: str | PlacementRule, fraction: float | None) -> PlacementRule:
     if isinstance(name, PlacementRule):
         rule = name
     else:
-        allowed = f"one of {', '.join(map(repr, names()))}, or a natgrad.PlacementRule{did_you_mean(name, names())}"
-        require(isinstance(name, str) and name in names(), "name", name, allowed)
+        allowed = f"one of {', '.join(map(repr, names()))}, or a natgrad.PlacementRule"
+        require(isinstance(name, str) and name in names(), "name", name, allowed, did_you_mean(name, names()))
         rule = _RULES.get(name, CommOpt)()
     require(fraction is None, "fraction", fraction, "left out unless name='hybrid'")
     overlaps = rule.sends_during_backward or rule.renews_in_background

@@ -58,6 +58,9 @@ class Rows(ABC):
     def dense(self) -> Tensor:
         """Return the rows themselves ``[n, B, T, d]``, a view where possible."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(samples={self.samples}, positions={self.positions})"
+
     def part(self, start: int, stop: int) -> Rows:
         """Return the rows of the samples `start` to `stop`."""
         return DenseRows(self.dense()[:, start:stop], one_hot=self.one_hot)

@@ -7,12 +7,32 @@ from functools import cache
 
 import torch
 
-from natgrad.errors import require
+from natgrad.errors import did_you_mean, require
 
-_ALLOWED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True, kw_only=True)
+def to_dtype(name: str, value: object, *names: str) -> torch.dtype | None:
+    """Return the dtype that an argument is or names; None stays.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+        *names: The allowed dtypes, by default those of floating-point numbers of at least 16 bits.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    known = {each: _DTYPES[each] for each in names or _DTYPES}
+    dtype = known.get(value) if isinstance(value, str) else value
+    fits = (value is None or dtype is not None) and (dtype is None or dtype in known.values())
+    allowed = f"None, {' or '.join(map(str, known.values()))}, or its name"
+    require(fits, name, value, allowed, did_you_mean(value, known))
+    assert dtype is None or isinstance(dtype, torch.dtype)
+    return dtype
+
+
+@dataclass(frozen=True, init=False)
 class Precision:
     """Dtypes of factors, messages and solves.
 
@@ -20,6 +40,8 @@ class Precision:
     (eigenvalues, diagonal factors, counts) are always stored and sent in at least float32. Matrices in float16 have a
     scale, a power of two: one per block when stored, so that 1e-10 and 1e+10 are in range, and one per message when
     sent. Values are rounded to the nearest.
+
+    Dtypes are given as such or by name ("bfloat16").
 
     Attributes:
         factors: Dtype of running averages. None: that of the parameter, at least float32.
@@ -35,10 +57,15 @@ class Precision:
     wire: torch.dtype | None = None
     solve: torch.dtype | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("factors", "wire", "solve"):
-            value = getattr(self, name)
-            require(value is None or value in _ALLOWED, name, value, f"None or {' or '.join(map(str, _ALLOWED))}")
+    def __init__(
+        self,
+        *,
+        factors: torch.dtype | str | None = None,
+        wire: torch.dtype | str | None = None,
+        solve: torch.dtype | str | None = None,
+    ) -> None:
+        for name, value in (("factors", factors), ("wire", wire), ("solve", solve)):
+            object.__setattr__(self, name, to_dtype(name, value))
 
     def factor_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype of the running averages of `parameter`'s factors."""

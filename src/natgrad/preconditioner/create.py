@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from natgrad.curvature import BY_NAME
-from natgrad.errors import did_you_mean, one_of, require, require_one_of
+from natgrad.errors import did_you_mean, require, require_one_of
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.membership import decayed
 from natgrad.preconditioner.natural_muon import NaturalMuon
@@ -107,7 +107,7 @@ def resolve_name(name: str) -> tuple[str, str | None]:
     by_plain_name = {plain_name(one): one for one in BY_NAME}
     fits = base in _BASES and curvature in by_plain_name
     choices = ("natural-muon", *(f"{base if base in _BASES else 'sgd'}+{one}" for one in BY_NAME))
-    require(fits, "name", name, examples + did_you_mean(name, choices))
+    require(fits, "name", name, examples, did_you_mean(name, choices))
     return base, by_plain_name[curvature]
 
 
@@ -119,8 +119,8 @@ def plain_name(name: str) -> str:
 def _check_options(name: str, options: Mapping[str, Any], known: set[str]) -> None:
     """Check that all options are known."""
     every = sorted({*known, "lr", "weight_decay", "decay", "clip_norm"})
-    for option, value in options.items():
-        require(option in known, option, value, one_of(option, every, name))
+    for option in options:
+        require_one_of("option", option, *every, owner=name)
 
 
 def _parts(model: nn.Module, weight_decay: float, decay: str) -> list[list[nn.Parameter]]:

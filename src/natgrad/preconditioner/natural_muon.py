@@ -81,7 +81,7 @@ class NaturalMuon(PreconditionedOptimizer):
         heads: Sequence[str] | None = None,
         adamw: Sequence[str] = (),
         groups: Mapping[str, int] | None = None,
-        dtype: torch.dtype | Literal["auto"] | None = "auto",
+        dtype: torch.dtype | str | None = "auto",
         refresh: RefreshRule | str | None = None,
         placement: str | Placement = "auto",
         precision: Precision | None = None,
@@ -156,7 +156,7 @@ class NaturalMuon(PreconditionedOptimizer):
             every, candidates = matrices_of(root), matrices_of(root, covered=False)
         require(every, "model", type(model).__name__, "a model with linear layers or convolutions")
 
-        require(dtype in ("auto", None, torch.bfloat16), "dtype", dtype, "'auto', None or torch.bfloat16")
+        require(dtype in ("auto", None, "bfloat16", torch.bfloat16), "dtype", dtype, "'auto', None or torch.bfloat16")
         if dtype == "auto":
             dtype = torch.bfloat16 if steps is not None and _gains_from_bfloat16(root) else None
 

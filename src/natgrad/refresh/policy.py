@@ -314,12 +314,12 @@ def resolve_refresh(refresh: object) -> RefreshRule:
         ValueError: if `refresh` is none of these, or attributes of the rule are not allowed.
     """
     allowed = "a natgrad.Refresh or natgrad.Adaptive, another natgrad.RefreshRule, one of the names "
-    allowed += f"{', '.join(_RULES)}, or a whole number ≥ 1{did_you_mean(refresh, _RULES)}"
+    allowed += f"{', '.join(_RULES)}, or a whole number ≥ 1"
     if is_whole(refresh):
         require(refresh >= 1, "refresh", refresh, allowed)
         refresh = Refresh(inverses=refresh)
     if isinstance(refresh, str):
-        require(refresh in _RULES, "refresh", refresh, allowed)
+        require(refresh in _RULES, "refresh", refresh, allowed, did_you_mean(refresh, _RULES))
         refresh = _RULES[refresh]()
     require(isinstance(refresh, RefreshRule), "refresh", refresh, allowed)
     assert isinstance(refresh, RefreshRule)

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from importlib import import_module
 
-from natgrad.errors import did_you_mean, one_of, require
+from natgrad.errors import did_you_mean, require, require_one_of
 from natgrad.tasks.applications import APPLICATIONS
 from natgrad.tasks.base import DataError, Evaluator, Task
 from natgrad.tasks.facts import Autoencoder, Digits, Facts, Glyphs, Metric, Poisson, Tabular, Text
@@ -38,10 +38,10 @@ def built_in() -> list[str]:
     return sorted(_BUILT_IN)
 
 
-def known_names(name: object = "") -> str:
-    """Return the names of all tasks as text for an error, with the one nearest to `name`."""
+def known_names() -> str:
+    """Return the names of all tasks as text for an error."""
     pairs = [f"MODEL of {', '.join(each.models)} and DATA of {', '.join(each.sources)}" for each in APPLICATIONS]
-    return f"one of {', '.join(built_in())}; or MODEL-DATA with {'; or '.join(pairs)}{did_you_mean(name, names())}"
+    return f"one of {', '.join(built_in())}; or MODEL-DATA with {'; or '.join(pairs)}"
 
 
 def facts_of(name: str) -> Facts:
@@ -66,10 +66,10 @@ def get(name: str, **options: object) -> Task:
     Raises:
         ValueError: No such task, no such option of it, or a value that the option does not allow.
     """
-    require(name in _FACTS, "name", name, known_names(name))
+    require(name in _FACTS, "name", name, known_names(), did_you_mean(name, names()))
     facts = _FACTS[name]
     allowed = facts.options()
     for option in options:
-        require(option in allowed, "task option", option, one_of(option, allowed, name))
+        require_one_of("task option", option, *allowed, owner=name)
     decided = {field.name: getattr(facts, field.name) for field in fields(facts) if field.name in facts.fixed}
     return kind(name)(**decided, **options)

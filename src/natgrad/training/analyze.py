@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad import SNGD
 from natgrad.curvature.rows import LEAST_DECAY, THRESHOLD
-from natgrad.errors import did_you_mean, one_of, require
+from natgrad.errors import did_you_mean, require, require_one_of
 from natgrad.state.epochs import sums_gradients
 from natgrad.training.analysis import FIGURES, Measures, Observation, Probe
 from natgrad.training.analysis.error import errors
@@ -80,10 +80,10 @@ class Study:
         """
         wrong = [name for name in self.figures if name not in FIGURES]
         text = ",".join(self.figures)
-        allowed = f"some of {', '.join(FIGURES)}, separated by commas{did_you_mean(''.join(wrong), FIGURES)}"
-        require(self.figures and not wrong, "figures", text, allowed)
+        allowed = f"some of {', '.join(FIGURES)}, separated by commas"
+        require(self.figures and not wrong, "figures", text, allowed, did_you_mean("".join(wrong), FIGURES))
         require(all(self.layers) and self.layers, "layers", ",".join(self.layers), "patterns of names, none empty")
-        require(self.labels in get_args(Labels), "labels", self.labels, one_of(self.labels, get_args(Labels)))
+        require_one_of("labels", self.labels, *get_args(Labels))
         for name, least in (("every", 1), ("snapshots", 1)):
             value = getattr(self, name)
             fits = (name == "every" and value is None) or (type(value) is int and value >= least)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from natgrad import DASO, Preconditioner
-from natgrad.errors import one_of, require
+from natgrad.errors import require, require_one_of
 
 from .curvatures import check_options
 
@@ -30,11 +30,10 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A name is unknown.
     """
-    require(name == "daso", "averaging", name, one_of(name, ("none", "daso")))
+    require_one_of("averaging", name, "none", "daso")
     check_options("averaging", name, options, _OPTIONS)
     for option in _WIRED:
-        wire = options.get(option, "none")
-        require(wire in _WIRES, f"averaging option {option}", wire, one_of(wire, _WIRES))
+        require_one_of(f"averaging option {option}", options.get(option, "none"), *_WIRES)
 
 
 def arguments(options: Mapping[str, Any], preconditioner: Preconditioner | None) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def build_optimizer(
     """
     learning_rate = job.learning_rate or optimizers.default_learning_rate(job.optimizer)
     options = dict(job.options)
-    if job.optimizer == "naturalmuon" and task.outputs:
+    if job.optimizer == "natural-muon" and task.outputs:
         options.setdefault("heads", task.outputs)
     optimizer = optimizers.build(job.optimizer, model, learning_rate, options)
     if isinstance(optimizer, PreconditionedOptimizer):  # natural Muon: the loop calls `step` of both parts
@@ -116,14 +116,14 @@ def rehearse(job: Job) -> None:
     fits = uses_gpu(job.device) or not job.build_task().sync_norm
     require(fits, "task option sync_norm", True, "False on a CPU: torch's SyncBatchNorm trains on GPUs only")
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    if job.optimizer == "naturalmuon":  # these name layers of the task's model
+    if job.optimizer == "natural-muon":  # these name layers of the task's model
         options = {name: value for name, value in job.options.items() if name not in ("heads", "adamw", "groups")}
         job = replace(job, options=options)
     with warnings.catch_warnings():  # patterns of layers that this model lacks
         warnings.simplefilter("ignore", NatgradWarning)
         optimizer, preconditioner = build_optimizer(job, job.build_task(), model)
     build_scheduler(job, optimizer)
-    if job.optimizer != "naturalmuon" and not uses_gpu(job.device):
+    if job.optimizer != "natural-muon" and not uses_gpu(job.device):
         _try_step(job, model)
     build_averager(job, model, optimizer, preconditioner, None, job.steps_per_epoch)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from natgrad import tasks
-from natgrad.errors import one_of, require
+from natgrad.errors import require, require_one_of
 
 from . import contenders, environment, search, tuned
 from .build import rehearse
@@ -94,10 +94,10 @@ class Comparison:
             fits = "." not in name or name.partition(".")[0] in self.task_names
             require(fits, "--set", name, f"of one of {', '.join(self.task_names)}")
         for name, settings in self.overrides.items():
-            require(name in self.optimizers, "override", name, one_of(name, self.optimizers))
+            require_one_of("override", name, *self.optimizers)
             for setting in settings:
                 allowed = [job_field.name for job_field in fields(Job) if job_field.name not in _SHARED]
-                require(setting in allowed, f"override {name}", setting, one_of(setting, allowed))
+                require_one_of(f"override {name}", setting, *allowed)
         for task in self.task_names:
             known = tuned.read(task, self.tuned)
             for name in self.optimizers:

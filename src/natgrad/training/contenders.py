@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from natgrad.errors import one_of, require
-from natgrad.preconditioner.create import plain_name
+from natgrad.errors import require_one_of
 
 from . import curvatures, optimizers
 
@@ -48,7 +47,7 @@ _KNOWN = {
     for contender in (
         Contender(
             name="natural-muon",
-            settings={"optimizer": "naturalmuon", "learning_rate": 2e-2},
+            settings={"optimizer": "natural-muon", "learning_rate": 2e-2},
             ranges={"learning_rate": (1e-3, 1.0)},
         ),
         _natural("kfac", "kfac", form="inverse"),
@@ -85,9 +84,7 @@ REFERENCE = "adamw"
 
 def current_name(name: str) -> str:
     """Return the current name of a contender; "natgrad" is the old name of "kfac"."""
-    if plain_name(name) == "naturalmuon":
-        return "natural-muon"
-    return "kfac" if name == "natgrad" else name
+    return "kfac" if name == "natgrad" else optimizers.current_name(name)
 
 
 def get(name: str) -> Contender:
@@ -103,7 +100,7 @@ def get(name: str) -> Contender:
     if name in _KNOWN:
         return _KNOWN[name]
     allowed = list(dict.fromkeys([*_KNOWN, *optimizers.names()]))
-    require(name in allowed, "optimizers", name, one_of(name, allowed))
+    require_one_of("optimizers", name, *allowed)
     usual = optimizers.default_learning_rate(name)
     return Contender(
         name=name,

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from natgrad.curvature import BY_NAME, Curvature
 from natgrad.curvature.unitwise import FORMS, for_norms
 from natgrad.damping import Cosine, Exponential, Linear, Piecewise, WarmUp
-from natgrad.errors import ArgumentError, did_you_mean, one_of, require, require_one_of
+from natgrad.errors import ArgumentError, did_you_mean, require, require_one_of
 from natgrad.layers.norm import NORMS
 from natgrad.linalg.precision import Precision
 from natgrad.refresh import (
@@ -38,7 +37,7 @@ def options_named(kind: str, options: Mapping[str, Any]) -> Iterator[None]:
     except ArgumentError as error:
         if error.name not in options:
             raise
-        raise ArgumentError(f"{kind} {error.name}", error.value, error.allowed) from error
+        raise error.renamed(f"{kind} {error.name}") from error
 
 
 def check_options(kind: str, name: str, options: Iterable[str], allowed: Sequence[str]) -> None:
@@ -48,7 +47,7 @@ def check_options(kind: str, name: str, options: Iterable[str], allowed: Sequenc
         ValueError: One of them is not.
     """
     for option in options:
-        require(option in allowed, f"{kind} option", option, one_of(option, allowed, name))
+        require_one_of(f"{kind} option", option, *allowed, owner=name)
 
 
 # Options that are fields of the job, or set by the task.
@@ -72,7 +71,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A name is unknown.
     """
-    require(name in BY_NAME, "curvature", name, one_of(name, ("none", *BY_NAME)))
+    require_one_of("curvature", name, "none", *BY_NAME)
     check_options("curvature", name, options, options_of(name))
 
 
@@ -133,13 +132,11 @@ def precision(dtypes: Mapping[str, str]) -> Precision | None:
         ValueError: A name is unknown.
     """
     allowed = [field.name for field in fields(Precision)]
-    for name, dtype in dtypes.items():
-        require(name in allowed, "precision", name, one_of(name, allowed))
-        require(dtype in _DTYPES, f"precision {name}", dtype, one_of(dtype, _DTYPES))
-    return Precision(**{name: _DTYPES[dtype] for name, dtype in dtypes.items()}) if dtypes else None
+    for name in dtypes:
+        require_one_of("precision", name, *allowed)
+    with options_named("precision", dtypes):
+        return Precision(**dtypes) if dtypes else None
 
-
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _WAYS = {"linear": Linear, "exponential": Exponential, "cosine": Cosine, "warmup": WarmUp}
 _DAMPING: dict[str, tuple[str, ...]] = {
@@ -166,7 +163,7 @@ def damping_schedule(
     Raises:
         ValueError: The schedule, an option or its value is not allowed.
     """
-    require(schedule in _DAMPING, "damping_schedule", schedule, one_of(schedule, _DAMPING))
+    require_one_of("damping_schedule", schedule, *_DAMPING)
     allowed = _DAMPING[schedule]
     check_options("damping", schedule, options, allowed)
     with options_named("damping option", dict.fromkeys(allowed)):
@@ -225,7 +222,7 @@ def refresh_rule(
             return _scheduled(refresh, factors, inverses, options, steps_per_epoch)
     name, _, bound = refresh.partition(":")
     near = did_you_mean(name, (*_INTERVALS, "trace", "drift"))
-    require(name in ("trace", "drift"), "refresh", refresh, f"{_REFRESH}{near}")
+    require(name in ("trace", "drift"), "refresh", refresh, _REFRESH, near)
     try:
         if name == "trace":
             rule: RefreshRule = TraceRule(upper=float(bound)) if bound else TraceRule()

@@ -106,7 +106,7 @@ def _optimizer(model: nn.Module, name: str, options: Mapping[str, Any]) -> Preco
     except ArgumentError as error:
         if error.name != "name":
             raise
-        raise ArgumentError("optimizer", error.value, error.allowed) from error
+        raise error.renamed("optimizer") from error
 
 
 def load_model(path: str, options: Mapping[str, Any]) -> nn.Module:
@@ -127,7 +127,7 @@ def load_model(path: str, options: Mapping[str, Any]) -> nn.Module:
     except ImportError as error:
         raise ArgumentError("model", path, f"in a module that Python can import from this folder: {error}") from error
     for name in names.split("."):
-        require(hasattr(found, name), "model", path, f"a name of {module}{did_you_mean(name, dir(found))}")
+        require(hasattr(found, name), "model", path, f"a name of {module}", did_you_mean(name, dir(found)))
         found = getattr(found, name)
     if not isinstance(found, nn.Module):
         try:

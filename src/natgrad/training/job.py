@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args
 
 from natgrad import recipes, tasks
 from natgrad.curvature.unitwise import FORMS
-from natgrad.errors import ArgumentError, did_you_mean, one_of, require, require_one_of
-from natgrad.preconditioner.create import plain_name
+from natgrad.errors import ArgumentError, did_you_mean, require, require_one_of
 from natgrad.refresh import RefreshRule
 from natgrad.schedule import Schedule, check_number
 
@@ -60,7 +59,7 @@ class Job:
         task_options: Options of the task, except `data`.
         data: The folder of the task's data set; None: embedded data.
         start_from: The folder of another run, or of one of its checkpoints, whose weights the model starts with.
-        optimizer: The name of an optimizer of `torch.optim`, "lamb", "heavyball" or "naturalmuon", in any spelling;
+        optimizer: The name of an optimizer of `torch.optim`, "lamb", "heavyball" or "natural-muon", in any spelling;
             "auto": natural Muon, or AdamW with a curvature.
         options: Options of its constructor, without the learning rate.
         learning_rate: Peak learning rate; None: the optimizer's default.
@@ -167,8 +166,9 @@ class Job:
         fits = isinstance(self.layers, list | tuple) and all(isinstance(layer, str) for layer in self.layers)
         require(fits, "layers", self.layers, "a list of classes of torch.nn and patterns of module names")
         object.__setattr__(self, "layers", list(self.layers))
-        usual = "naturalmuon" if self.curvature == "none" else "adamw"
-        object.__setattr__(self, "optimizer", usual if self.optimizer == "auto" else plain_name(self.optimizer))
+        usual = "natural-muon" if self.curvature == "none" else "adamw"
+        optimizer = usual if self.optimizer == "auto" else optimizers.current_name(self.optimizer)
+        object.__setattr__(self, "optimizer", optimizer)
         _check_choice("device", self.device, get_args(Device))
         optional = ("learning_rate_base_size", "epochs", "steps", "batch_size", "nodes")
         for name in ("factors", "inverses", "accumulate", "workers", *optional):
@@ -197,10 +197,10 @@ class Job:
             "none for lbfgs, which evaluates the gradient several times a step",
         )
         require(
-            self.curvature == "none" or self.optimizer != "naturalmuon",
+            self.curvature == "none" or self.optimizer != "natural-muon",
             "curvature",
             self.curvature,
-            "none for naturalmuon, which has its own",
+            "none for natural-muon, which has its own",
         )
         self._check_curvature()
         self._check_additions()
@@ -374,7 +374,7 @@ def current(values: Mapping[str, Any]) -> dict[str, Any]:
     allowed = [job_field.name for job_field in fields(Job)]
     for name, value in values.items():
         known = name in (*allowed, *_REMOVED, "recipe")
-        require(known, name, value, f"a field of a job: {', '.join(allowed)}{did_you_mean(name, allowed)}")
+        require(known, name, value, f"a field of a job: {', '.join(allowed)}", did_you_mean(name, allowed))
     require("task" in values, "task", None, tasks.known_names())
     for name, value in _REMOVED.items():
         require(values.get(name, value) == value, name, values.get(name), f"{value!r}: the option was removed")
@@ -437,7 +437,7 @@ def _plain(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    require(value in allowed, name, value, one_of(value, allowed))
+    require_one_of(name, value, *allowed)
 
 
 def _check_whole(name: str, value: object, *, least: int, optional: bool = False) -> None:

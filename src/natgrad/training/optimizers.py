@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from natgrad import NaturalMuon
-from natgrad.errors import NatgradError, one_of, require
+from natgrad.errors import NatgradError, require, require_one_of
+from natgrad.preconditioner.create import plain_name
 from natgrad.recipes import HeavyBall
 
 # SparseAdam takes only sparse gradients.
@@ -21,7 +22,7 @@ _CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): value
     for name, value in vars(torch.optim).items()
     if isinstance(value, type) and issubclass(value, Optimizer) and name not in ("Optimizer", "SparseAdam")
-} | {"heavyball": HeavyBall, "naturalmuon": NaturalMuon}
+} | {"heavyball": HeavyBall, "natural-muon": NaturalMuon}
 
 # Those of the library pytorch_optimizer, which is imported only for them.
 _OF_LIBRARY = {"lamb": "Lamb"}
@@ -106,17 +107,22 @@ def names() -> list[str]:
     return sorted({**_CLASSES, **_OF_LIBRARY})
 
 
+def current_name(name: str) -> str:
+    """Return the spelling in `names()` of a name such as "NaturalMuon"; an unknown name as it is."""
+    return {plain_name(known): known for known in names()}.get(plain_name(name), name)
+
+
 def check(name: str, options: Mapping[str, Any]) -> None:
     """Check an optimizer's name and the names of its options.
 
     Raises:
         ValueError: A name is unknown.
     """
-    require(name.lower() in names(), "optimizer", name, one_of(name, names()))
+    require_one_of("optimizer", name, *names())
     require("lr" not in options, "option lr", options.get("lr"), "given as the learning rate")
     allowed = [option for option in _parameters(name) if option not in ("self", "params", "model", "lr")]
-    for option, value in options.items():
-        require(option in allowed, f"option {option}", value, one_of(option, allowed, name))
+    for option in options:
+        require_one_of("option", option, *allowed, owner=name)
 
 
 def default_learning_rate(name: str) -> float:
@@ -139,9 +145,9 @@ def build(name: str, model: nn.Module, learning_rate: float, options: Mapping[st
     check(name, options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        if name.lower() == "muon":
+        if name == "muon":
             return MuonWithAdamW(model, lr=learning_rate, **options)
-        if name.lower() == "naturalmuon":
+        if name == "natural-muon":
             return NaturalMuon(model, lr=learning_rate, **options)
         build_one: Callable[..., Optimizer] = _kind(name)
         return build_one(trained, lr=learning_rate, **options)
@@ -159,13 +165,13 @@ def _kind(name: str) -> type[Optimizer]:
     Raises:
         NatgradError: It is in a library that is not installed.
     """
-    if name.lower() not in _OF_LIBRARY:
-        return _CLASSES[name.lower()]
+    if name not in _OF_LIBRARY:
+        return _CLASSES[name]
     try:
         library = import_module("pytorch_optimizer")
     except ImportError as error:
         raise NatgradError(
             f"{name} needs pytorch-optimizer, as installed by: pip install 'natgrad[benchmarks]' ({error})"
         ) from error
-    found: type[Optimizer] = getattr(library, _OF_LIBRARY[name.lower()])
+    found: type[Optimizer] = getattr(library, _OF_LIBRARY[name])
     return found

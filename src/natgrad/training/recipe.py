@@ -73,10 +73,9 @@ def read(recipe: str) -> list[Section]:
     """
     is_path = recipe.endswith(".toml")
     path = Path(recipe) if is_path else _FILES / f"{recipe}.toml"
-    allowed = (
-        f"one of none, {', '.join(names())}, or the path of a file that ends in .toml{did_you_mean(recipe, names())}"
-    )
-    require(path.is_file() if is_path else recipe in names(), "recipe", recipe, allowed)
+    allowed = f"one of none, {', '.join(names())}, or the path of a file that ends in .toml"
+    fits = path.is_file() if is_path else recipe in names()
+    require(fits, "recipe", recipe, allowed, did_you_mean(recipe, names()))
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, ReduceLROnPlateau
 
-from natgrad.errors import one_of, require
+from natgrad.errors import require, require_one_of
 from natgrad.recipes import PolynomialDecay
 from natgrad.schedule import check_number, check_whole
 
@@ -115,7 +115,7 @@ def build(
         ValueError: The name, an option or its value is not allowed.
     """
     options = options or {}
-    require(name in get_args(ScheduleName), "schedule", name, one_of(name, get_args(ScheduleName)))
+    require_one_of("schedule", name, *get_args(ScheduleName))
     allowed = (*WARM_UP, *_OPTIONS[name])
     check_options("schedule", name, options, allowed)
     with options_named("schedule option", dict.fromkeys(allowed)):

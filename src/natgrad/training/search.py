@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from natgrad.errors import one_of, require
+from natgrad.errors import require, require_one_of
 
 from .contenders import Contender
 from .job import Job
@@ -42,7 +42,7 @@ def check_objective(objective: str) -> None:
     Raises:
         ValueError: The name is unknown.
     """
-    require(objective in get_args(Objective), "objective", objective, one_of(objective, get_args(Objective)))
+    require_one_of("objective", objective, *get_args(Objective))
 
 
 def grid(ranges: Mapping[str, tuple[float, float]], trials: int) -> list[dict[str, float]]:
