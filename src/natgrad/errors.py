@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Any
 
 PAGE = "https://natgrad.github.io/natgrad/trouble/"
 """The address of docs/trouble.md, which explains each warning, and errors that have several causes."""
@@ -15,8 +15,12 @@ PAGE = "https://natgrad.github.io/natgrad/trouble/"
 class NatgradError(Exception):
     """Base class of natgrad's errors other than ``ValueError``."""
 
-    anchor: ClassVar[str] = ""
+    anchor: str = ""
     """The section of docs/trouble.md that a message refers to, if any."""
+
+    def __init__(self, message: str = "", anchor: str = "") -> None:
+        super().__init__(message)
+        self.anchor = anchor or self.anchor
 
     def __str__(self) -> str:
         return f"{super().__str__()}. See {PAGE}#{self.anchor}" if self.anchor else super().__str__()

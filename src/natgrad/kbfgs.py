@@ -138,7 +138,7 @@ class KBFGS(torch.optim.Optimizer):
         with restored(self._model):
             _, after = self._evaluate(closure)
         if [means["rows"] for means in before.values()] != [means["rows"] for means in after.values()]:
-            raise NatgradError("the second call of the closure has used another batch than the first")
+            raise NatgradError("the second call of the closure has used another batch than the first", "closure")
         for parameter, group in pairs:
             if parameter in before:
                 self._update_outputs(self.state[parameter], group, before[parameter], after[parameter])
@@ -167,13 +167,17 @@ class KBFGS(torch.optim.Optimizer):
         finally:
             remove_all(handles)
         if not samples or min(samples) < 1:
-            raise NatgradError("the closure is to call the model with tensors whose first dimension are samples")
+            raise NatgradError(
+                "the closure is to call the model with tensors whose first dimension are samples", "closure"
+            )
         found = {}
         for weight, layer in self._layers.items():
             if weight.grad is None:
                 continue
             if not sums[weight].rows:
-                raise NatgradError(f"{layer.name} has a gradient, but the closure has not called it (in eager mode)")
+                raise NatgradError(
+                    f"{layer.name} has a gradient, but the closure has not called it (in eager mode)", "closure"
+                )
             with full_products(weight.device):
                 found[weight] = sums[weight].means(sum(samples))
                 found[weight]["z"] = multiply(_blocks(layer, weight), found[weight]["a"])

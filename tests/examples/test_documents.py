@@ -146,7 +146,9 @@ def test_links_lead_to_files_and_titles(page):
             assert not title or title in anchors(target), link
 
 
-TREES = [ast.parse(path.read_text()) for path in sorted((ROOT / "src").rglob("*.py"))]
+SOURCE = ROOT / "src/natgrad"
+PARSED = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+TREES = list(PARSED.values())
 WRITTEN = {
     node.value
     for tree in TREES
@@ -160,6 +162,16 @@ def test_the_pages_are_short():
     assert sum(len(text.split()) for name, text in TEXTS.items() if name not in apart) < 25_000
 
 
+def anchors_of_errors():
+    """Yield the anchor of each error that a training loop may raise; the command line's name a file or a cause."""
+    for path, tree in PARSED.items():
+        for call in ast.walk(tree) if path.parts[0] not in ("cli", "tasks", "testing.py", "training") else ():
+            kind = getattr(errors, call.func.id, None) if isinstance(getattr(call, "func", None), ast.Name) else None
+            if isinstance(kind, type) and issubclass(kind, errors.NatgradError):
+                assert kind.anchor or len(call.args) == 2, f"{path}, line {call.lineno}: an error without an anchor"
+                yield kind.anchor or call.args[1].value
+
+
 def test_each_warning_and_error_leads_to_its_section():
     calls = [node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1]
     warned = {ast.unparse(call.func): [] for call in calls}
@@ -168,7 +180,7 @@ def test_each_warning_and_error_leads_to_its_section():
     assert [ast.unparse(kind) for kind in warned["warnings.warn"]].count("NatgradWarning") == 1  # in `warn`
     given = [*warned["warn"], *warned["self._warn_once"]]
     used = {anchor.value for anchor in given if isinstance(anchor, ast.Constant)}
-    used |= {kind.anchor for kind in errors.__dict__.values() if getattr(kind, "anchor", "")}
+    used |= set(anchors_of_errors())
     sections = re.findall(r"^#+ (.*)\n\n> (.*)$", TEXTS["trouble"], re.MULTILINE)
     assert {slug(title) for title, _ in sections} == used
     for fragment in (part.strip() for _, message in sections for part in message.split("…")):

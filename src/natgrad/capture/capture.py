@@ -127,7 +127,9 @@ class Capture:
             if terms is not None and terms.nonzero is not None:
                 return terms.nonzero
             if self.backwards and self.automatic is False:
-                raise NatgradError("step(count='auto') follows a step with another count: pass 'auto' in every step")
+                raise NatgradError(
+                    "step(count='auto') follows a step with another count: pass 'auto' in every step", "count"
+                )
             return 0
         return count
 
@@ -233,7 +235,7 @@ class Capture:
     def _target_edges(self, below: set[Node]) -> list[GradientEdge]:
         """Return the edges of the graph by which to differentiate so that the pass reaches every use of the layers."""
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in below):
-            raise NatgradError(_REENTRANT)
+            raise NatgradError(_REENTRANT, "unsupported-models")
         outputs: dict[int, list[tuple[int, str]]] = {}
         for use in self._sampled:
             if use.edge is not None:
@@ -283,7 +285,8 @@ class Capture:
             return
         if inputs.is_nested or output.is_nested:
             raise NatgradError(
-                f"the input of {name} is a nested tensor: pad its samples to one length, or exclude the layer"
+                f"the input of {name} is a nested tensor: pad its samples to one length, or exclude the layer",
+                "unsupported-models",
             )
         curvature, primary, layer = self._used(name, index)
         forward = self.forward.current
@@ -526,7 +529,7 @@ class Capture:
 
 def _refuse(gradient: Tensor) -> NoReturn:
     """Refuse the gradient of an output that a nested backward pass has recomputed."""
-    raise NatgradError(_REENTRANT)
+    raise NatgradError(_REENTRANT, "unsupported-models")
 
 
 def viewed(output: Tensor) -> Tensor:

@@ -141,12 +141,14 @@ class BucketedStatistics(StatisticsBuffer):
         if not sent.isdisjoint(self._filled):
             raise NatgradError(
                 "a backward pass without synchronization by DistributedDataParallel followed one with it before "
-                "step(): under placement='pipelined' the last pass before step() must be synchronized"
+                "step(): under placement='pipelined' the last pass before step() must be synchronized",
+                "order-of-calls",
             )
         if not sent.isdisjoint(shares):
             raise NatgradError(
                 "step(count=...) is not supported under placement='pipelined', which sends statistics before step(): "
-                "pass another placement"
+                "pass another placement",
+                "count",
             )
         for bucket in self._unsent:
             bucket.close(self.sample_counts, shares, gain)

@@ -290,7 +290,8 @@ class _Sums(dict[str, Tensor]):
     def __missing__(self, name: str) -> Tensor:
         raise NatgradError(
             f"accumulate() reads sums[{name!r}], but statistics() declares none of this name, or it is not due: "
-            f"there are {', '.join(self)} now, and with separate intervals not all are there at once"
+            f"there are {', '.join(self)} now, and with separate intervals not all are there at once",
+            "your-own-code",
         )
 
 
@@ -373,7 +374,9 @@ class StatisticsBuffer:
         accumulate(whole)
         found = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         if found != shapes:
-            raise NatgradError(f"accumulate() of {layer} has left the sums {found} in place of {shapes}")
+            raise NatgradError(
+                f"accumulate() of {layer} has left the sums {found} in place of {shapes}", "your-own-code"
+            )
         for spec in specs:
             if layer in self._filled:
                 views[spec.name].add_(pack(whole.pop(spec.name), spec))

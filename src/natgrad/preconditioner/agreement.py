@@ -48,7 +48,8 @@ def check_agreement(
         raise NatgradError(
             "the ranks have made different plans: their models or curvatures differ, or the options of "
             'natgrad.Placement (costs, speeds and memory have to be the same on every rank; set memory under "auto" '
-            "where the ranks have devices of different memory)"
+            "where the ranks have devices of different memory)",
+            "different-ranks",
         )
     _check_equal([described for _, described in found])
 
@@ -63,7 +64,8 @@ def _check_equal(settings: Sequence[Mapping[str, str]]) -> None:
         values = "; ".join(f"{name}: {first.get(name, 'none')} and {other.get(name, 'none')}" for name in differing)
         raise NatgradError(
             f"the ranks differ in {', '.join(names)} ({values}): build the Preconditioner with the same arguments on "
-            f"every rank, and load a state on every rank or on none"
+            f"every rank, and load a state on every rank or on none",
+            "different-ranks",
         )
 
 

@@ -114,7 +114,8 @@ def check_joined(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel) and model._join_config.enable:
         raise NatgradError(
             "within DistributedDataParallel.join() ranks stop to call step() at different times: "
-            "drop the last batches, or give those ranks empty ones"
+            "drop the last batches, or give those ranks empty ones",
+            "different-ranks",
         )
 
 

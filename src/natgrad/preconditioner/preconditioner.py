@@ -412,15 +412,19 @@ class Preconditioner:
         capture.discard_cleared_passes(self._model.parameters())
         reductions.check_count(count, capture.layers, capture.positions)
         if self._detached:
-            raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
+            raise NatgradError(
+                "step() after detach(): build another Preconditioner, and load the state of this one", "order-of-calls"
+            )
         if capture.missing_samples:
             raise NatgradError(
-                "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
+                "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()",
+                "order-of-calls",
             )
         if capture.counts_later and not isinstance(count, str):
             raise NatgradError(
                 f"step(count={count!r}) follows passes that were captured for the count 'auto'. Before a forward pass, "
-                "set the attribute count of the optimizer to a number or to None; create_optimizer sets it to 'auto'"
+                "set the attribute count of the optimizer to a number or to None; create_optimizer sets it to 'auto'",
+                "count",
             )
         self._scaling.check(differentiated=bool(capture.backwards))
         check_joined(self._model)
@@ -706,7 +710,7 @@ class Preconditioner:
         grouped = group is None and dist.is_available() and dist.is_initialized()
         sharded = structure.is_newly_sharded
         if self._has_stepped and sharded:
-            raise NatgradError("the model was sharded after its first step: call fully_shard before")
+            raise NatgradError("the model was sharded after its first step: call fully_shard before", "order-of-calls")
         if self._has_stepped or self._detached or not (grouped or sharded):
             return False
         loaded = self.state_dict() if self._progress.has_curvature else None

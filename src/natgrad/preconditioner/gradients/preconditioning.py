@@ -122,7 +122,7 @@ def _check_shape(call: str, returned: object, wanted: object) -> None:
     found = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
     wanted = tuple(wanted) if isinstance(wanted, torch.Size) else wanted
     if found != wanted:
-        raise NatgradError(f"{call} has returned {found} in place of {wanted}")
+        raise NatgradError(f"{call} has returned {found} in place of {wanted}", "your-own-code")
 
 
 # --- Sharded gradients ----------------------------------------------------------------------------------------------

@@ -104,7 +104,8 @@ def _check_steps(counted: Tensor, step: int, runtime: Communicator) -> None:
     if total != step * runtime.ranks:
         raise NatgradError(
             f"the ranks are at different steps: rank {runtime.rank} is at step {step}, the mean of the {runtime.ranks} "
-            f"ranks is {total / runtime.ranks:g}; call step() once before each optimizer.step() on every rank"
+            f"ranks is {total / runtime.ranks:g}; call step() once before each optimizer.step() on every rank",
+            "different-ranks",
         )
 
 

@@ -73,7 +73,8 @@ class Scaling:
         """
         if self.skips and (differentiated or self.reduces) and not self._unscaled():
             raise NatgradError(
-                "the gradients are scaled: call scaler.unscale_(optimizer) on every rank before preconditioner.step()"
+                "the gradients are scaled: call scaler.unscale_(optimizer) on every rank before preconditioner.step()",
+                "order-of-calls",
             )
 
     def _unscaled(self) -> list[dict[str, Any]]:

@@ -183,7 +183,8 @@ def share_decisions(decisions: Decisions, runtime: Communicator) -> None:
     if differing:
         raise NatgradError(
             f"the refresh rule has decided otherwise on another rank on {', '.join(differing)}: due() may depend only "
-            "on its arguments and on options that are the same on every rank"
+            "on its arguments and on options that are the same on every rank",
+            "your-own-code",
         )
     for state, numbers in zip(decisions.values(), received, strict=True):
         state.numbers.copy_(numbers[:, :2])

@@ -154,17 +154,23 @@ def compute(
         return {}, torch.ones(len(first), dtype=torch.bool, device=first.device)
     returned = curvature.compute(task.name, averages, damping, previous)
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Mapping):
-        raise NatgradError(f"{call} has returned a {type(returned).__name__}, not (tensors by name, which succeeded)")
+        raise NatgradError(
+            f"{call} has returned a {type(returned).__name__}, not (tensors by name, which succeeded)", "your-own-code"
+        )
     written, fine = returned
     known = next(iter(averages.values()), fine)
     if not (isinstance(fine, Tensor) and fine.dtype == torch.bool and fine.shape == known.shape[:1]):
         shown = f"{fine.dtype}{list(fine.shape)}" if isinstance(fine, Tensor) else repr(fine)
-        raise NatgradError(f"{call} has returned {shown} as which blocks succeeded, not a bool for each of the blocks")
+        raise NatgradError(
+            f"{call} has returned {shown} as which blocks succeeded, not a bool for each of the blocks", "your-own-code"
+        )
     for spec in task.writes:
         wanted = len(fine), *spec.sized(rows).shape
         found = tuple(written[spec.name].shape) if spec.name in written else "nothing"
         if found != wanted:
-            raise NatgradError(f"{call} has returned {found} as {spec.name!r}, not a tensor of {wanted}")
+            raise NatgradError(
+                f"{call} has returned {found} as {spec.name!r}, not a tensor of {wanted}", "your-own-code"
+            )
     return written, fine
 
 
