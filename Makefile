@@ -68,7 +68,7 @@ lint: $(READY)
 types: $(READY)
 	$(VENV)/bin/mypy
 
-check: lint types test  ## Lint, types and tests: what CI runs before a part of the faults
+check: lint types docs test  ## Lint, types, documentation and tests: what CI runs before a part of the faults
 
 clean:
 	rm -rf $(VENV) $(VENV)-integrations runs .pytest_cache .mypy_cache .ruff_cache
