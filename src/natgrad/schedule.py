@@ -6,7 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any, TypeAlias, TypeGuard
 
-from natgrad.errors import require
+from natgrad.errors import ArgumentError, require
 
 # The largest number of float32, in which torch multiplies by it.
 _LARGEST = (2 - 2**-23) * 2.0**127
@@ -76,5 +76,6 @@ def value_at(name: str, schedule: Schedule, step: int, allowed: str, *, minimum:
         return float(schedule)
     value: Any = schedule(step)
     value = value.item() if getattr(value, "ndim", None) == 0 else value  # a torch or NumPy scalar
-    check_number(name, value, f"{allowed} (at step {step})", minimum=minimum, strict=strict)
+    if not (is_number(value) and (value > minimum if strict else value >= minimum)):
+        raise ArgumentError(name, value, f"{allowed} (at step {step})")
     return float(value)

@@ -25,6 +25,8 @@ def count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     as in torchvision's detection models, or several inputs of one batch. It has samples if there is a list of equally
     many dicts (the targets), and inputs if a tensor has four or more dimensions. Otherwise the number is unknown.
     """
+    if args and isinstance(args[0], Tensor) and args[0].ndim > 1:
+        return args[0].shape[0]
     listed = _first_list((args, dict(kwargs)))
     if listed is not None:
         return _count_list(listed, (*args, *kwargs.values()))
@@ -108,11 +110,13 @@ class ForwardPasses:
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a pass. Its batch size is that of the arguments of the model (`count_samples`)."""
         number = count_samples(args, kwargs)
-        self.batch = torch.tensor(number, device="cpu")
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling or number != int(self.batch):
+            self.batch = torch.tensor(number, device="cpu")
         self.current = ForwardPass()
         if torch.is_grad_enabled():
             self.began = True
-            if torch.compiler.is_compiling():
+            if is_compiling:
                 return
             self.current.batch = number
             self.samples += max(0, number)

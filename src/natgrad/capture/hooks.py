@@ -130,8 +130,10 @@ class LayerHook(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Report a use, as a forward hook."""
+        if not self.is_observing:
+            return None
         self.observe(first_argument(args, kwargs), output)
-        if self.hooks is None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return None
         # F.linear returns a view if samples have positions, and an in-place operation would drop its hook. Without such
         # an operation the compiler removes the copy.

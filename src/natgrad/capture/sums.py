@@ -445,8 +445,9 @@ class StatisticsBuffer:
 
     def reset(self) -> None:
         """Begin the next step."""
-        self.sample_counts = {name: SampleCount() for name in self._members}
-        self._filled.clear()
+        if self._filled:
+            self.sample_counts = {name: SampleCount() for name in self._members}
+            self._filled.clear()
         self.skip_step = None
         for bucket in self._buckets:
             bucket.release()

@@ -223,10 +223,10 @@ class Spectral(Curvature):
         # The squares of tiny elements underflow, so that their norm may be 0.
         norm = torch.linalg.vector_norm(update, dim=(1, 2)).clamp_(min=torch.finfo(update.dtype).tiny ** 0.5)
         # Without a gradient a layer does not move. (On a CPU `any` of numbers takes five times as long.)
-        moves = (gradient.amax((1, 2)) > 0) | (gradient.amin((1, 2)) < 0)
+        moves = torch.logical_or(gradient.amax((1, 2)), gradient.amin((1, 2)))
         if self.groups > 1:
             moves = moves.repeat_interleave(self.groups)
-        update = update.mul_((moves * (size / norm)).view(-1, 1, 1))
+        update = update.mul_((moves / norm).mul_(size).view(-1, 1, 1))
         if self.offsets > 1:
             update = update.unflatten(2, (self.offsets, -1)).mT
         return update.reshape(gradient.shape)

@@ -42,16 +42,21 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 def reshard(modules: Iterable[nn.Module]) -> bool:
     """Make FSDP2 free parameters that an evaluation leaves unsharded; return whether it shards any of the `modules`."""
-    sharded = [module for module in modules if is_managed(module)]
+    sharded = managed(modules)
     for module in sharded:
         module.reshard()
     return bool(sharded)
 
 
-def is_managed(module: nn.Module) -> TypeGuard[Any]:
-    """Return whether FSDP2 shards a module, without importing ``torch.distributed.fsdp``."""
+def managed(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Return the modules that FSDP2 shards, without importing ``torch.distributed.fsdp``."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+
+
+def is_managed(module: nn.Module) -> TypeGuard[Any]:
+    """Return whether FSDP2 shards a module."""
+    return bool(managed([module]))
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from typing_extensions import override
 
-from natgrad.errors import did_you_mean, require
+from natgrad.errors import ArgumentError, did_you_mean, require
 from natgrad.schedule import is_number
 
 # Where the statistics of a layer are summed over the ranks: on "all" ranks, or on its only "worker". "alone": there is
@@ -221,10 +221,11 @@ def rule_of(name: str | PlacementRule, fraction: float | None) -> PlacementRule:
         return Hybrid(fraction)
     if isinstance(name, PlacementRule):
         rule = name
+    elif isinstance(name, str) and name in names():
+        rule = _RULES.get(name, CommOpt)()
     else:
         allowed = f"one of {', '.join(map(repr, names()))}, or a natgrad.PlacementRule"
-        require(isinstance(name, str) and name in names(), "name", name, allowed, did_you_mean(name, names()))
-        rule = _RULES.get(name, CommOpt)()
+        raise ArgumentError("name", name, allowed, did_you_mean(name, names()))
     require(fraction is None, "fraction", fraction, "left out unless name='hybrid'")
     overlaps = rule.sends_during_backward or rule.renews_in_background
     fits = isinstance(rule, PlacementRule) and (rule.all_ranks_work or not overlaps)

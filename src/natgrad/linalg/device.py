@@ -47,6 +47,11 @@ def known_all(mask: Tensor) -> bool:
     return on_host(mask) and bool(mask.all())
 
 
+def known_finite(values: Tensor) -> bool:
+    """Return whether all `values` and their sum are finite; False on an accelerator."""
+    return on_host(values) and math.isfinite(values.sum())
+
+
 def known_between(values: Tensor, low: float = -math.inf, high: float = math.inf) -> bool:
     """Return whether all `values` are above `low` and below `high`, and none is nan; False on an accelerator."""
     if not on_host(values) or not values.numel():

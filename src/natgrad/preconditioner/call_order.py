@@ -87,9 +87,9 @@ class CallOrder:
 
     def check(self) -> bool:
         """Return whether there may be new gradients; warn if no backward pass precedes this step."""
-        slots = self._structure.slots
         if not self._capture.idle or self._always_steps:
             return True
+        slots = self._structure.slots
         untouched = self.written.untouched()
         # Later the hooks need not see every pass.
         if untouched or not self._progress.has_curvature or all(slot.parameter.grad is None for slot in slots):

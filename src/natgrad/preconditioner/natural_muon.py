@@ -248,8 +248,9 @@ class NaturalMuon(PreconditionedOptimizer):
 
     @override
     def _precondition(self, count: Count | None) -> None:
-        self.preconditioner._check_step(count)
-        self._clip()
+        if self.clip_norm is not None:
+            self.preconditioner._check_step(count)  # before the gradients change
+            self._clip()
         self.preconditioner.step(count)
 
     @override
@@ -264,6 +265,8 @@ class NaturalMuon(PreconditionedOptimizer):
             ValueError: if it is not allowed, or differs between groups of matrices.
         """
         groups, found = [group for group in self.param_groups if group["spectral"]], set[float]()
+        if all(group.get("momentum") == group["betas"][0] == self._momentum for group in groups):
+            return
         for group in groups:
             beta, known = group["betas"][0], group.get("momentum")  # old checkpoints have none
             found.add(self._momentum if known is None else known if beta == self._momentum else beta)
@@ -376,9 +379,9 @@ class _Update(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_dtypes()
-        for group in self.param_groups:
+        for group in (group for group in self.param_groups if group["spectral"]):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not (group["spectral"] and parameters):
+            if not parameters:
                 continue
             if group["weight_decay"]:
                 shards, decay = list(map(local, parameters)), group["lr"] * group["weight_decay"]

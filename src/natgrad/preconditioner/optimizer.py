@@ -15,7 +15,7 @@ from natgrad.capture.counts import Count
 from natgrad.distributed.fsdp import is_sharded, local, whole
 from natgrad.errors import require, warn
 from natgrad.linalg import tensor_on
-from natgrad.linalg.device import on_host
+from natgrad.linalg.device import known_between, on_host
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import check_dense
 from natgrad.preconditioner.explanation import Explanation
@@ -177,12 +177,14 @@ class PreconditionedOptimizer(Optimizer):
         """
         preconditioner = self.preconditioner
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        unusable = unusable_gradients(parameters)
+        norms = gradient_norms(parameters)
         runtime, reduces = preconditioner._communicator, preconditioner._scaling.reduces
         if runtime.ranks > 1 and (reduces or any(map(is_sharded, parameters))):
-            found = unusable.float()
+            found = (~norms.isfinite()).float()
             runtime.sum_(found, "counters")
-            unusable = found > 0
+            unusable: Tensor | None = found > 0
+        else:
+            unusable = None if known_between(norms) else ~norms.isfinite()
 
         def name_of(place: int) -> str:
             return self._membership.names.get(id(parameters[place]), f"parameter {place}")
@@ -205,8 +207,10 @@ class PreconditionedOptimizer(Optimizer):
 
     def _clip(self) -> None:
         """Scale all gradients down to `clip_norm`, unless one is not finite. The host does not wait for the norm."""
+        if self.clip_norm is None:
+            return
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if self.clip_norm is None or not gradients:
+        if not gradients:
             return
         parts = [[g for g in gradients if is_sharded(g) == sharded] for sharded in (False, True)]
         norm = get_total_norm([whole(get_total_norm(part)) for part in parts if part])
@@ -340,25 +344,29 @@ class PreconditionedOptimizer(Optimizer):
         return f"PreconditionedOptimizer({self.optimizer!r}, {self.preconditioner!r})"
 
 
-def unusable_gradients(parameters: Sequence[Tensor]) -> Tensor:
-    """Return for each parameter whether its gradient on this rank is not finite, or its norm is not ``[n]`` (bool)."""
-    unusable = torch.zeros(len(parameters), dtype=torch.bool, device=parameters[0].device)
+def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the norms of this rank's gradients ``[n]``, which are finite only if the gradients are; 0 for none."""
     places, gradients = [], []
     for place, parameter in enumerate(parameters):
-        gradient = None if parameter.grad is None else local(parameter.grad.detach())
-        if gradient is not None and gradient.is_sparse:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        gradient = local(gradient)
+        if gradient.is_sparse:
             gradient = gradient.coalesce().values()
-        if gradient is not None and gradient.is_complex():
+        if gradient.is_complex():
             gradient = torch.view_as_real(gradient)
-        if gradient is not None and gradient.numel():
-            places.append(place)
-            gradients.append(gradient)
-    if gradients:
-        wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
-        norms = torch._foreach_norm(gradients, dtype=wide)
-        finite = torch.stack([norm.to(unusable.device) for norm in norms]).isfinite()
-        unusable[tensor_on(unusable.device, places, torch.int64)] = ~finite
-    return unusable
+        places.append(place)
+        gradients.append(gradient)
+    wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    device = parameters[0].device
+    norms = [norm.to(device) for norm in torch._foreach_norm(gradients, dtype=wide)] if gradients else []
+    if len(norms) == len(parameters):
+        return torch.stack(norms)
+    every = torch.zeros(len(parameters), dtype=wide, device=device)
+    if norms:
+        every[tensor_on(device, places, torch.int64)] = torch.stack(norms)
+    return every
 
 
 def step_unless(skips: Tensor | None, optimizer: Optimizer) -> None:

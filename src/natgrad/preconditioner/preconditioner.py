@@ -624,7 +624,7 @@ class Preconditioner:
         progress, structure = self._progress, self._structure
         sides = self._scheduler.due_statistics(progress)
         self._capture.reset(
-            wanted=any(of_sides(group, sides) for group in structure.summed),
+            wanted=bool(sides) and any(of_sides(group, sides) for group in structure.summed),
             rows=bool(structure.gathered) and "gradients" in self._scheduler.due_parts(progress),
             sides=sides,
         )

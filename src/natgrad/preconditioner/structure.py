@@ -13,7 +13,7 @@ from torch import nn
 from natgrad.curvature import Curvature, Curvatures
 from natgrad.curvature.base import computed_for, declarations, gathered, statistics_of, summed
 from natgrad.distributed import Assignment, LayerDemand, Placement, Plan, make_plan
-from natgrad.distributed.fsdp import is_managed, is_sharded, reshard
+from natgrad.distributed.fsdp import is_sharded, managed, reshard
 from natgrad.errors import require
 from natgrad.layers import Layer, Slot
 from natgrad.linalg.device import memory_of, on_host
@@ -144,7 +144,7 @@ class Structure:
     @property
     def is_newly_sharded(self) -> bool:
         """Whether FSDP2 shards the model since it was built."""
-        return not self._sharded and any(is_managed(module) for module in self.root.modules())
+        return not self._sharded and bool(managed(self.root.modules()))
 
     @property
     def has_other_layers(self) -> bool:

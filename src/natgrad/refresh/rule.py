@@ -9,7 +9,8 @@ from typing import Literal, TypeAlias
 
 from typing_extensions import override
 
-from natgrad.schedule import check_number
+from natgrad.errors import ArgumentError
+from natgrad.schedule import check_number, is_number
 
 # The source of a statistic. "gradients": every source that needs a backward pass.
 Side: TypeAlias = Literal["inputs", "gradients"]
@@ -108,13 +109,10 @@ class RefreshRule:
         Raises:
             ValueError: if the rule, or a schedule of it, returns something that is not an interval.
         """
-        name = type(self).__name__
         for side in SIDES:
-            value = self.factor_interval(step + 1, side)
-            check_number(f"{name}.factor_interval({step + 1}, {side!r})", value, INTERVAL, minimum=1)
+            _check_interval(self, "factor_interval", step + 1, side)
         for reads in READS:
-            value = self.inverse_interval(step, reads)
-            check_number(f"{name}.inverse_interval({step}, {reads!r})", value, INTERVAL, minimum=1)
+            _check_interval(self, "inverse_interval", step, reads)
 
     def settings(self, step: int) -> object:
         """Return the settings that must be equal on all ranks, as an object whose ``repr`` can be compared."""
@@ -127,6 +125,12 @@ class RefreshRule:
         intervals = [self.factor_interval(step, side) for side in SIDES]
         intervals += [self.inverse_interval(step, side) for side in SIDES]
         return type(self).__name__, options, intervals
+
+
+def _check_interval(rule: RefreshRule, method: str, step: int, reads: Reads) -> None:
+    value = getattr(rule, method)(step, reads)
+    if not (is_number(value) and value >= 1):
+        raise ArgumentError(f"{type(rule).__name__}.{method}({step}, {reads!r})", value, INTERVAL)
 
 
 def side_of(names: Collection[str], inputs: Collection[str]) -> Reads:

@@ -174,7 +174,7 @@ class BlockGroup:
                 basis_version=[0] * size,
             ),
         )
-        group.state.place = group.device, group.dtype
+        group.state.place = group.place
         return group
 
     # Properties of the parameters, which may be moved.
@@ -183,7 +183,8 @@ class BlockGroup:
     def parameter(self) -> Tensor:
         """A parameter of the group, or a tensor with the dtype and device that a sharded one has between steps."""
         slots = (member.layer.slots[0] for member in self.members)
-        parameter = next(slot.parameter for slot in slots if slot.is_present)
+        found = (slot.module._parameters.get(slot.leaf) for slot in slots)
+        parameter = next(parameter for parameter in found if parameter is not None)
         if is_sharded(parameter):  # within a pass FSDP2 replaces it by a plain tensor, which may have another dtype
             self.state.plain = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         return parameter if self.state.plain is None else self.state.plain
@@ -191,12 +192,19 @@ class BlockGroup:
     @property
     def device(self) -> torch.device:
         """The device of the parameters; the host if they are on the meta device, so that a state can be loaded."""
-        return torch.device("cpu") if self.parameter.is_meta else self.parameter.device
+        return self.place[0]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which statistics are summed: that of the running averages, at least float32."""
-        return at_least_float32(self.factor_dtype)
+        return self.place[1]
+
+    @property
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """The device, and the dtype in which statistics are summed."""
+        parameter = self.parameter
+        device = torch.device("cpu") if parameter.is_meta else parameter.device
+        return device, at_least_float32(self.precision.factor_dtype(parameter))
 
     @property
     def factor_dtype(self) -> torch.dtype:

@@ -47,7 +47,7 @@ def _stores(group: BlockGroup) -> list[StateTensors]:
 def follow(group: BlockGroup, decisions: DecisionState | None) -> bool:
     """Move all tensors to the device and dtypes of the parameters, and return whether these have changed."""
     state, before = group.state, group.state.place
-    state.place = group.device, group.dtype
+    state.place = group.place
     if state.place == before:
         return False
     state.failures.to(group.device)

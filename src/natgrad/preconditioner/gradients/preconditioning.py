@@ -12,7 +12,7 @@ from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import collect_rows, held_rows
 from natgrad.errors import NatgradError
 from natgrad.layers import Slot
-from natgrad.linalg.device import known_between, on_host
+from natgrad.linalg.device import known_between, known_finite, on_host
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.profiling import profiled
@@ -57,7 +57,7 @@ def precondition(
 def clear_unusable(entries: Sequence[GroupGradients], failures: FailureCounters) -> None:
     """Make gradients that are not finite or unusable zero, and count them and the layers that fell back."""
     for entry in entries:
-        entry.failed = None if known_between(entry.inner) else ~entry.inner.isfinite()
+        entry.failed = None if entry.is_fine or known_between(entry.inner) else ~entry.inner.isfinite()
         if entry.failed is not None:
             entry.clear_(entry.failed)
         failures.count_skipped_gradients(entry.group, entry.blocks, entry.failed)
@@ -99,30 +99,36 @@ def _solve(
         if group.memory_specs:
             memory = allocate_memory(group)
             state = {spec.name: memory.read(spec.name, index).to(W.dtype) for spec in group.memory_specs}
-            sums = _unless(skips, gradient.flatten(1).sum(1))  # finite only if all terms are
-            all_finite = known_between(sums)
+            all_finite = skips is None and known_finite(gradient)
             for name, new in group.curvature.update_state(state, gradient).items():
-                wanted = state[name].shape if name in state else f"nothing: it declares {', '.join(state)}"
-                _check_shape(f"update_state() of {group.curvature!r}, as {name!r},", new, wanted)
-                values = new if all_finite else torch.where(along(sums.isfinite(), new.ndim - 1), new, state[name])
+                if name not in state or not _has_shape(new, state[name].shape):
+                    wanted = tuple(state[name].shape) if name in state else f"nothing: it declares {', '.join(state)}"
+                    raise _wrong_shape(f"update_state() of {group.curvature!r}, as {name!r},", new, wanted)
+                values = new
+                if not all_finite:
+                    sums = _unless(skips, gradient.flatten(1).sum(1))  # finite only if all terms are
+                    values = torch.where(along(sums.isfinite(), new.ndim - 1), new, state[name])
                 state[name] = values
                 memory.write(name, index, values)
         names = group.state.results if has_results else ()
         computed, averages = read_results(group, names, index, W.dtype), live_averages(group, index)
         solved = group.curvature.precondition(computed, averages, state, gradient, damping * group.factor)
-        _check_shape(f"precondition() of {group.curvature!r}", solved, gradient.shape)
+        if not _has_shape(solved, gradient.shape):
+            raise _wrong_shape(f"precondition() of {group.curvature!r}", solved, tuple(gradient.shape))
         if step >= len(W):
             return solved
         V[piece] = solved
     return V
 
 
-def _check_shape(call: str, returned: object, wanted: object) -> None:
-    """Raise a `NatgradError` unless a curvature has returned a tensor of the shape that is wanted."""
+def _has_shape(returned: object, wanted: torch.Size) -> bool:
+    return isinstance(returned, Tensor) and returned.shape == wanted
+
+
+def _wrong_shape(call: str, returned: object, wanted: object) -> NatgradError:
+    """Return the error of a curvature that has returned something else than a tensor of the shape that is wanted."""
     found = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
-    wanted = tuple(wanted) if isinstance(wanted, torch.Size) else wanted
-    if found != wanted:
-        raise NatgradError(f"{call} has returned {found} in place of {wanted}", "your-own-code")
+    return NatgradError(f"{call} has returned {found} in place of {wanted}", "your-own-code")
 
 
 # --- Sharded gradients ----------------------------------------------------------------------------------------------
@@ -193,8 +199,8 @@ def _check(entry: GroupGradients, skips: Tensor | None) -> None:
     """Set the levels of a group's layers, and ⟨V, W⟩ of each block: nan where V is unusable. W is dropped."""
     group, inner = entry.group, dots(entry.V, entry.W)
     lowest = 0 if group.curvature.positive_definite else -math.inf
-    unusable = None
-    if not known_between(inner, lowest):
+    unusable, usable = None, known_between(inner, lowest)
+    if not usable:
         unusable = ~((inner > lowest) & (inner < math.inf))
         square = dots(entry.W, entry.W)
         # ⟨V, W⟩ is zero, and no failure, if the gradient is zero or tiny.
@@ -203,6 +209,7 @@ def _check(entry: GroupGradients, skips: Tensor | None) -> None:
         inner = inner.masked_fill(unusable, math.nan)
     group.state.failures.record_unusable(entry.blocks, unusable)
     del entry.W
+    entry.is_fine = usable and skips is None
     ready = zip(entry.members, group.are_ready(entry.members), strict=True)
     entry.inner, entry.levels = _unless(skips, inner), [_level(group, member, is_ready=each) for member, each in ready]
 

@@ -35,6 +35,7 @@ class GroupGradients:
         V: The preconditioned gradients ``[n, o, i]``; W where there is no curvature yet.
         held: Instead of V, if the parameters are sharded and this rank is not a worker: the rows that it holds.
         inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not, or where V is unusable.
+        is_fine: Whether the host knows that `inner` is finite.
         levels: The `Level` of each layer; a tensor ``[m]`` after the ranks have shared them.
         failed: Whether each block gets no update, by `inner` ``[n]`` (bool). None: all get one.
         counts: The number of blocks of each layer.
@@ -47,6 +48,7 @@ class GroupGradients:
     V: Tensor = field(init=False)
     held: list[HeldRows] | None = None
     inner: Tensor = field(init=False)
+    is_fine: bool = False
     levels: list[Level] | Tensor = field(init=False)
     failed: Tensor | None = field(init=False)
 

@@ -99,12 +99,12 @@ class FailureCounters:
         index, failed = torch.tensor(blocks, device="cpu"), ~torch.tensor(success, device="cpu")
         self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", group, index, failed)
 
-    def count_skipped_step(self, unusable: Tensor, name_of: Callable[[int], str]) -> Tensor | None:
+    def count_skipped_step(self, unusable: Tensor | None, name_of: Callable[[int], str]) -> Tensor | None:
         """Count this step as skipped if any gradient is `unusable` ``[n]`` (bool), and return whether (bool).
 
         None: the host knows that none is. `name_of` returns the name of a parameter by its place in `unusable`.
         """
-        if known_all(~unusable):
+        if unusable is None or known_all(~unusable):
             self._skips = None if self._skips is None else replace(self._skips, in_row=0)
             return None
         before = self._skips or _Skips(name_of)
