@@ -151,15 +151,25 @@ def test_given_fields_take_the_place_of_the_recipe_and_of_what_belongs_to_it():
         return recipe.apply("pauloski2022", {"task": "resnet50-imagenet", **given})
 
     assert values(options={"nesterov": True})["options"] == {"momentum": 0.9, "nesterov": True}
-    assert "options" not in values(optimizer="adamw")
+    other = values(optimizer="adamw", learning_rate=1e-3)
+    assert not {"options", "learning_rate_base_size"} & set(other)
+    assert "warmup_lr" not in other["schedule_options"]
     assert values(optimizer="SGD")["options"] == {"momentum": 0.9}
-    assert "learning_rate_base_size" not in values(learning_rate=0.3)
     assert "epochs" not in values(steps=7)
     assert values(batch_size=7, workers=2)["batch_size"] == 7
     assert values(local_batch_size=7, workers=2)["batch_size"] == 14
     plain = values(curvature="none")
     assert not {"damping", "layers", "form", "inverses", "kl_clip", "placement"} & set(plain)
     assert plain["schedule"] == "step"
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "own"), [("pauloski2022", "resnet32-cifar10", "sgd"), ("large-batch", "digits", "heavyball")]
+)
+def test_the_rate_of_a_recipe_is_refused_for_another_optimizer(name, task, own):
+    with pytest.raises(ValueError, match=f"must be given with another optimizer than {own}, which the recipe's"):
+        recipe.apply(name, {"task": task, "optimizer": "adamw"})
+    assert recipe.apply("hylo2022", {"task": "3c1f-fashion-mnist", "optimizer": "adamw"})["optimizer"] == "adamw"
 
 
 def test_the_warm_up_stays_with_another_schedule_and_is_given_once():

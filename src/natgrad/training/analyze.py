@@ -15,6 +15,7 @@ from natgrad import SNGD
 from natgrad.curvature.rows import LEAST_DECAY, THRESHOLD
 from natgrad.errors import did_you_mean, require, require_one_of
 from natgrad.state.epochs import sums_gradients
+from natgrad.tasks.batches import Batch
 from natgrad.training.analysis import FIGURES, Measures, Observation, Probe
 from natgrad.training.analysis.error import errors
 from natgrad.training.analysis.factors import drifts, spectra
@@ -34,6 +35,7 @@ Labels = Literal["true", "sampled"]
 # _MOST_ROWS): more rows take minutes.
 _MOST_ROWS, _SIZES = 512, (1 / 2, 1, 2, 4)
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_OF_ROWS = ("rank", "error")  # figures of a kernel of samples
 _DRIFTS = 50  # about how many drifts are measured in a run
 
 
@@ -106,8 +108,15 @@ class Study:
         Raises:
             ValueError: A batch size exceeds the training set, no layer has such a name, or the job is not allowed.
         """
-        fits = self.job.build_task().likelihood is not None
-        require(fits, "task", self.job.task, "one whose loss is that of one likelihood")
+        task = self.job.build_task()
+        if self.labels == "sampled":
+            allowed = f"true for {self.job.task}, whose outputs have no single likelihood"
+            require(task.likelihood is not None, "labels", self.labels, allowed)
+        if not isinstance(task.reduction, str):
+            rest = [name for name in self.figures if name not in _OF_ROWS]
+            allowed = f"some of {', '.join(name for name in FIGURES if name not in _OF_ROWS)}"
+            allowed = f"{allowed} for {self.job.task}: the terms of its loss have different samples"
+            require(rest == list(self.figures), "figures", ",".join(self.figures), allowed)
         job = self.job.resolved()
         rehearse(job)
         self.probe(torch.device("cpu"))
@@ -165,7 +174,6 @@ class Study:
             ValueError: No layer has such a name.
         """
         task = self.job.build_task()
-        assert isinstance(task.reduction, str)  # as the task has a likelihood
         return Probe(
             task.model,
             task.loss,
@@ -174,6 +182,8 @@ class Study:
             layers=self.layers,
             device=device,
             seed=self.job.seed,
+            count=task.count,
+            mask=task.mask,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -236,14 +246,14 @@ class Measured(Training):
             self._measures.norms += [norm for norm in norms if norm.layer in wanted]
             torch._foreach_zero_([total for sums in self._sums.values() for total in sums.values()])
 
-    def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _step(self, inputs: Batch, targets: Batch) -> Tensor:
         started = perf_counter()
         self._measure(inputs, targets)
         # The reported speed does not include measurements.
         self.position.seconds -= perf_counter() - started
         return super()._step(inputs, targets)
 
-    def _measure(self, inputs: Tensor, targets: Tensor) -> None:
+    def _measure(self, inputs: Batch, targets: Batch) -> None:
         """Measure what is due before a step: drift on its batch, all else on the same batch in all steps."""
         study, step = self._study, self.position.step
         if self.position.batch == 0:
@@ -254,7 +264,7 @@ class Measured(Training):
         if step in study.snapshot_steps:
             self._take_snapshot(step)
 
-    def _follow_factors(self, step: int, inputs: Tensor, targets: Tensor) -> None:
+    def _follow_factors(self, step: int, inputs: Batch, targets: Batch) -> None:
         """Compute the factors of the batch if the drift of this step or the next is due."""
         assert self._study.every is not None
         due, next_due = (number > 0 and number % self._study.every == 0 for number in (step, step + 1))

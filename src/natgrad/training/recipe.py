@@ -112,13 +112,18 @@ def apply(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: There is no such recipe, it has none for the task, or a field is not allowed.
     """
     given = _with_global_batch(given, given.get("workers", 1))
-    values, rule = given, None
+    found, rule = dict[str, Any](), None
     if recipe != "none":
-        values, rule = _merged(recipe, read(recipe), given)
+        found, rule = _merged(recipe, read(recipe), given)
+    values = _overlaid(found, given)
     if rule is not None:
         of_the_run = ("task", "task_options", "data", "batch_size", "epochs", "steps", "workers")
         job = Job.from_json({name: values[name] for name in of_the_run if name in values})
-        values = _overlaid(_RULES[rule](job), values)
+        found = _overlaid(_RULES[rule](job), found)
+        values = _overlaid(found, given)
+    rate, kind = found.get("learning_rate"), found.get("optimizer", "auto")
+    fits = rate is None or "learning_rate" in given or not _differ(given.get("optimizer", kind), kind)
+    require(fits, "learning_rate", None, f"given with another optimizer than {kind}, which the recipe's {rate} is for")
     if values.get("curvature", "none") == "none":
         values = {name: value for name, value in values.items() if name not in OF_A_CURVATURE or name in given}
     return values
@@ -136,7 +141,7 @@ def passes(job: Job) -> int:
 
 
 def _merged(recipe: str, sections: Sequence[Section], given: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """Return the values of all sections for the task with the given ones in their place, and the rule."""
+    """Return the values of all sections that fit the task and the given values, and the rule."""
     task, found, rule = given.get("task"), dict[str, Any](), None
     values, workers = dict(given), given.get("workers", 1)
     fitting = [section for section in sections if any(fnmatchcase(str(task), name) for name in section["tasks"])]
@@ -149,7 +154,7 @@ def _merged(recipe: str, sections: Sequence[Section], given: Mapping[str, Any]) 
         own = {name: value for name, value in section.items() if name not in ("tasks", "when", "rule")}
         found = _overlaid(found, _with_global_batch(own, workers))
         values = _overlaid(found, given)
-    return values, rule
+    return found, rule
 
 
 def _with_global_batch(values: Mapping[str, Any], workers: int) -> dict[str, Any]:
@@ -181,11 +186,13 @@ def _overlaid(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
 
 
 def _schedule_options(options: Mapping[str, Any], schedule: Any, over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are left where `over` changes the schedule or the warm-up, which all schedules have."""
+    """Return the options that are left where `over` changes the schedule, the warm-up or the learning rate."""
     changes = _differ(schedule, over.get("schedule", schedule))
     kept = {name: value for name, value in options.items() if name in schedules.WARM_UP or not changes}
     if "warmup" in over:
         kept.pop("warmup_epochs", None)
+    if "learning_rate" in over:  # where a warm-up begins is for the rate at which it ends
+        kept.pop("warmup_lr", None)
     return kept
 
 

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from natgrad import Preconditioner
+from natgrad.capture.counts import Count
 from natgrad.curvature import Curvature
 from natgrad.curvature.likelihood import Likelihood, resolve
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import Layer, Rows
 from natgrad.specs import Statistic, Task
+from natgrad.tasks.batches import Batch, to
 
 _WIDEST = 8192  # larger factors would not fit in memory
 
@@ -48,11 +50,14 @@ class Probe:
     Args:
         build: Builds the copy.
         loss: The loss of (outputs, targets), averaged according to `reduction`.
-        reduction: "mean" over samples, or "tokens" over all their positions, which then are samples.
+        reduction: "mean" over samples, or "tokens" over all their positions, which then are samples; or both, by
+            patterns of layers' names.
         likelihood: The distribution that labels are sampled from; None: the true labels.
         layers: fnmatch patterns of the layers to observe.
         device: The device to compute on.
         seed: The seed of random numbers in a pass, such as dropout and sampled labels.
+        count: Returns the number of positions that count in the loss of targets; None: all count.
+        mask: Returns which positions count, for sampled labels; None: all count.
 
     Raises:
         ValueError: The patterns match no layer with a weight matrix.
@@ -61,15 +66,17 @@ class Probe:
     def __init__(
         self,
         build: Callable[[], nn.Module],
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Callable[[Batch, Batch], Tensor],
         *,
-        reduction: Literal["mean", "tokens"] = "mean",
+        reduction: Literal["mean", "tokens"] | Mapping[str, Literal["mean", "tokens"]] = "mean",
         likelihood: str | None = None,
         layers: Sequence[str] = ("*",),
         device: torch.device | None = None,
         seed: int = 0,
+        count: Callable[[Batch], Count | None] = lambda targets: None,
+        mask: Callable[[Batch], Tensor | None] = lambda targets: None,
     ) -> None:
-        self._loss, self._seed = loss, seed
+        self._loss, self._seed, self._count, self._mask = loss, seed, count, mask
         self._device = torch.device("cpu") if device is None else device
         with self._separate_random_state():
             self._copy = build().to(self._device)
@@ -87,7 +94,7 @@ class Probe:
         """The names of the observed layers, in the order of the model."""
         return list(self._records)
 
-    def observe(self, state: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> dict[str, Observation]:
+    def observe(self, state: Mapping[str, Tensor], inputs: Batch, targets: Batch) -> dict[str, Observation]:
         """Run one batch through the copy, with the parameters and buffers of `state`, in training mode.
 
         Args:
@@ -104,10 +111,13 @@ class Probe:
         for record in self._records.values():
             record.clear()
         with self._separate_random_state():
-            outputs = self._copy(inputs.to(self._device))
-            self._preconditioner.backward(self._loss(outputs, targets.to(self._device)), outputs)
+            inputs, targets = to(inputs, self._device), to(targets, self._device)
+            outputs = self._copy(inputs)
+            self._preconditioner.backward(self._loss(outputs, targets), outputs, self._mask(targets))
+        count, known = self._count(targets), self._preconditioner._capture.samples
+        share = count / known if isinstance(count, int) and known else 1.0
         self._preconditioner.discard()  # no step follows
-        return {name: record.observation() for name, record in self._records.items() if record.used}
+        return {name: record.observation(share) for name, record in self._records.items() if record.used}
 
     @contextmanager
     def _separate_random_state(self) -> Iterator[None]:
@@ -204,12 +214,20 @@ class _Record(_NoCurvature):
                 self._sums[name] = sums["nothing"].new_zeros(self._layer.blocks, size, size)
             rows.add_gram_(self._sums[name], scale=factor)
 
-    def observation(self) -> Observation:
-        """Return the observation; A is a mean over samples, G over all rows, as in K-FAC."""
+    def observation(self, share: float = 1.0) -> Observation:
+        """Return the observation; A is a mean over samples, G over all rows, as in K-FAC.
+
+        Args:
+            share: The share of the positions that count in the loss, whose gradients it divides by their number.
+        """
+        share = 1.0 if self.likelihood is not None else share
         A, G = self._rows()
+        G = G * share
         rows = sum(a.shape[1] * positions for a, _, positions in self._uses)
         sums = {name: _whole(lower.double().cpu()) for name, lower in self._sums.items()}
-        return Observation(A=A, G=G, W=self._gradient(), factors={"A": sums["A"] / A.shape[1], "G": sums["G"] / rows})
+        return Observation(
+            A=A, G=G, W=self._gradient(), factors={"A": sums["A"] / A.shape[1], "G": sums["G"] * share**2 / rows}
+        )
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         if len({a.shape[1] for a, _, _ in self._uses}) > 1:  # different samples
