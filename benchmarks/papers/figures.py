@@ -74,8 +74,15 @@ _LAMB = (8e-3, 1.6e-2, 3.2e-2)
 
 
 def _hylo(paper: str = "", method: str = "switch") -> Contender:
-    """Return HyLo with the damping and KL clip that were best for 3C1F of seven settings on the seed of the search."""
-    return _curvature("hylo", paper, damping=0.3, kl_clip=1e-2, curvature_options={"rank": 0.1, "method": method})
+    """Return HyLo as its authors run it: SGD's rates times the damping, since a step is near g / α, and no KL clip."""
+    return _curvature(
+        "hylo",
+        paper,
+        (0.015, 0.03, 0.06),
+        damping=0.3,
+        kl_clip=None,
+        curvature_options={"rank": 0.1, "method": method},
+    )
 
 
 # The residual network and three convolutions on 2,048 glyphs.

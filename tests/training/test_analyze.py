@@ -10,6 +10,7 @@ from natgrad.training.display import Silent
 from natgrad.training.job import Job
 from natgrad.training.loop import Training
 from natgrad.training.world import World
+from tests.tasks import folders, texts
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 KFAC = {"curvature": "kfac", "form": "inverse", "damping": 0.03, "factors": 2, "inverses": 4}
@@ -71,6 +72,34 @@ def test_a_run_that_is_measured_is_the_same_bit_by_bit(settings, labels):
     if alone.preconditioner is not None:
         one, other = (each.preconditioner.state_dict()["blocks"] for each in (alone, watched))
         assert same(one, other)
+
+
+TINY = {"size": "tiny", "vocabulary_size": 300}
+
+
+def test_batches_that_are_no_tensors_are_measured(tmp_path):
+    """Pairs of sentences, with padding that does not count in the loss."""
+    folders.multi30k(tmp_path)
+    job = Job(task="transformer-multi30k", data=str(tmp_path), task_options=TINY, batch_size=2, steps=3)
+    layers = ("encoder.layers.0.linear1", "decoder.layers.1.linear2")
+    _, measures = measured(job=job, layers=layers, every=1, snapshots=1, batch_sizes=(8,), ranks=(4,))
+    for found in (measures.rank, measures.error, measures.drift, measures.spectra):
+        assert {each.layer for each in found} == set(layers)
+
+
+def test_a_loss_of_several_terms_has_norms_and_factors_and_no_kernel(tmp_path):
+    texts.pretraining(tmp_path / "data", texts.documents(26))
+    options = {**TINY, "cache": str(tmp_path / "cache")}
+    job = Job(task="bert-pretraining", data=str(tmp_path / "data"), task_options=options, batch_size=4, epochs=1)
+    layers = ("bert.encoder.layer.0.output.dense", "cls.seq_relationship")
+    figures = ("norms", "drift", "spectra")
+    _, measures = measured(job=job, figures=figures, layers=layers, every=1, snapshots=1)
+    for found in (measures.norms, measures.drift, measures.spectra):
+        assert {each.layer for each in found} - {ALL} == set(layers)
+    with pytest.raises(ValueError, match="must be some of norms, drift, spectra for bert-pretraining"):
+        Study(job=job).resolved()
+    with pytest.raises(ValueError, match="labels='sampled' is not allowed: labels must be true for bert-pretraining"):
+        Study(job=job, figures=figures, labels="sampled").resolved()
 
 
 def test_norms_are_those_of_the_gradient_before_it_is_preconditioned():

@@ -86,6 +86,26 @@ def test_model_and_generators_stay_as_they_are(case):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_gradients_of_a_loss_over_some_positions_are_those_of_each():
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+    targets = torch.tensor([[0, 1, -1, -1, 3], [2, -1, 2, 2, -1]])
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    model = nn.Sequential(nn.Linear(3, 4)).double()
+    probe = Probe(
+        lambda: nn.Sequential(nn.Linear(3, 4)).double(), loss, reduction="tokens", count=lambda y: int((y >= 0).sum())
+    )
+    seen = probe.observe(model.state_dict(), x, targets)["0"]
+    y = targets.flatten()
+    expected = (model(x).softmax(-1).flatten(0, 1) - F.one_hot(y.clamp(min=0), 4)) * (y >= 0)[:, None]
+    torch.testing.assert_close(seen.G[0], expected.detach())
+    counted = seen.A[0][y >= 0]
+    torch.testing.assert_close(seen.factors["A"][0], counted.mT @ counted / 6)
+    torch.testing.assert_close(seen.factors["G"][0], seen.G[0].mT @ seen.G[0] / 6)
+
+
 @pytest.mark.parametrize("name", [*tasks.built_in(), "densenet-mnist", "vgg16-mnist"])
 def test_every_task_shows_its_layers(name):
     options = {"glyphs": {"images": 64}, "text": {"sequences": 64, "context": 16}}

@@ -115,7 +115,7 @@ class Probe:
             outputs = self._copy(inputs)
             self._preconditioner.backward(self._loss(outputs, targets), outputs, self._mask(targets))
         count, known = self._count(targets), self._preconditioner._capture.samples
-        share = count / known if isinstance(count, int) and known else 1.0
+        share = count / known if isinstance(count, int | float) and known else 1.0
         self._preconditioner.discard()  # no step follows
         return {name: record.observation(share) for name, record in self._records.items() if record.used}
 
@@ -220,14 +220,12 @@ class _Record(_NoCurvature):
         Args:
             share: The share of the positions that count in the loss, whose gradients it divides by their number.
         """
-        share = 1.0 if self.likelihood is not None else share
         A, G = self._rows()
-        G = G * share
-        rows = sum(a.shape[1] * positions for a, _, positions in self._uses)
+        samples, rows = A.shape[1] * share, sum(a.shape[1] * positions for a, _, positions in self._uses) * share
+        scale = share if self.likelihood is None else 1.0  # gradients of sampled labels do not depend on the loss
         sums = {name: _whole(lower.double().cpu()) for name, lower in self._sums.items()}
-        return Observation(
-            A=A, G=G, W=self._gradient(), factors={"A": sums["A"] / A.shape[1], "G": sums["G"] * share**2 / rows}
-        )
+        factors = {"A": sums["A"] / samples, "G": sums["G"] * scale**2 / rows}
+        return Observation(A=A, G=G * scale, W=self._gradient(), factors=factors)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         if len({a.shape[1] for a, _, _ in self._uses}) > 1:  # different samples
