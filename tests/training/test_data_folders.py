@@ -3,13 +3,14 @@
 import itertools
 import shutil
 from functools import partial
+from string import ascii_lowercase
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from natgrad.cli import app
-from natgrad.tasks import base
+from natgrad.tasks import base, vocabulary
 from natgrad.training import checkpoint
 from natgrad.training.display import Silent
 from natgrad.training.job import Job
@@ -122,6 +123,21 @@ def test_a_run_goes_on_when_its_data_have_moved(tmp_path, workers):
     assert [point.step for point in read_points(tmp_path / "run" / "metrics.jsonl")] == [4, 6, 9]
     states = [checkpoint.load(checkpoint.latest(tmp_path / name / "checkpoints"))["model"] for name in ("whole", "run")]
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_run_with_a_relative_vocabulary_goes_on_in_another_folder(tmp_path, monkeypatch):
+    folders.squad(tmp_path / "data")
+    (tmp_path / "words.txt").write_text("\n".join([*vocabulary.BERT_SPECIAL, *ascii_lowercase]))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = ("--set", "vocabulary=words.txt", "--set", "size=tiny", "--set", "window=96", "--batch-size", 4)
+    done = run("train", "bert-squad", "--data", "data", *options, "--steps", 2, "--out", "run")
+    assert done.exit_code == 0, done.output
+    base._loaded.cache_clear()  # as in a new process
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    done = run("train", "--resume", tmp_path / "run", "--steps", 4)
+    assert done.exit_code == 0, done.output
+    assert read_points(tmp_path / "run" / "metrics.jsonl")[-1].step == 4
 
 
 def test_the_command_says_what_it_reads_and_names_what_is_wrong_before_it_writes(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .choices import completion, names
-from .flags import absolute, parse
+from .flags import absolute, parse, parse_task_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -171,7 +171,7 @@ def analyze(
         task,
         optimizer,
         {
-            "task_options": parse(set_ or (), "--set"),
+            "task_options": parse_task_options(set_ or ()),
             "data": absolute(data),
             "options": None if option is None else parse(option),
             "learning_rate": lr,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .choices import completion
-from .flags import absolute, parse
+from .flags import absolute, parse, parse_task_options
 
 if TYPE_CHECKING:
     from natgrad.training.compare import Comparison, TaskComparison
@@ -92,7 +92,7 @@ def _task_options(assignments: Iterable[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for assignment in assignments:
         task, dot, _ = assignment.partition("=")[0].rpartition(".")
-        for option, value in parse([assignment.removeprefix(f"{task}{dot}")], "--set").items():
+        for option, value in parse_task_options([assignment.removeprefix(f"{task}{dot}")]).items():
             require(f"{task}{dot}{option}" not in found, "--set", assignment, "given once for each name")
             found[f"{task}{dot}{option}"] = value
     return found

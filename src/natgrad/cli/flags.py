@@ -47,9 +47,13 @@ OWN_FLAGS = {
 }
 
 
-def absolute(path: str | Path | None) -> str | None:
-    """Return a path that is found again if a run is resumed in another folder; an empty string as it is."""
-    return path if path in (None, "") else str(Path(path).absolute())
+# Options of tasks that are paths.
+_PATHS = ("vocabulary", "cache")
+
+
+def absolute(path: Any) -> Any:
+    """Return a path that is found if a run is resumed elsewhere; an empty string or any other value as it is."""
+    return str(Path(path).absolute()) if isinstance(path, Path | str) and path != "" else path
 
 
 def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
@@ -75,6 +79,16 @@ def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
             require(is_word, f"{what} {name}", text, "a Python literal, a word or a path without spaces")
             options[name] = text
     return options
+
+
+def parse_task_options(assignments: Iterable[str]) -> dict[str, Any]:
+    """Read the `name=value` pairs of --set; paths become absolute.
+
+    Raises:
+        ValueError: As `parse`.
+    """
+    options = parse(assignments, "--set")
+    return {name: absolute(value) if name in _PATHS else value for name, value in options.items()}
 
 
 def in_flags(error: Exception, command: Any) -> Exception:

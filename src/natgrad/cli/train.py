@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .choices import completion
-from .flags import OWN_FLAGS, absolute, parse
+from .flags import OWN_FLAGS, absolute, parse, parse_task_options
 
 if TYPE_CHECKING:
     from natgrad.training.job import Job
@@ -354,8 +354,10 @@ def _new_job(ctx: typer.Context) -> Job:
             continue
         if name in ("data", "start_from"):
             value = absolute(value)
-        elif name.endswith("option") or name in ("set_", "precision"):
-            value = parse(value, f"--{name.strip('_').replace('_', '-')}")
+        elif name == "set_":
+            value = parse_task_options(value)
+        elif name.endswith("option") or name == "precision":
+            value = parse(value, f"--{name.replace('_', '-')}")
         given[_FIELDS.get(name, name)] = value
     options = _averaging_options(ctx, parse(ctx.params["averaging_option"] or (), "--averaging-option"))
     if options:

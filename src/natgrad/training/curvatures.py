@@ -93,7 +93,11 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
         with options_named("curvature option", options):
             return BY_NAME[name](**options)
     fisher = fisher or "empirical"
-    require(fisher != "sampled" or likelihood is not None, "fisher", fisher, "empirical: this loss has several terms")
+    allowed = (
+        "empirical for this task: sampled draws labels from the likelihood of the outputs, and a loss of several terms "
+        "or with smoothed labels has none"
+    )
+    require(fisher != "sampled" or likelihood is not None, "fisher", fisher, allowed)
     with options_named("curvature option", options):
         return BY_NAME[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)
 
