@@ -376,9 +376,9 @@ _add(
     "The momentum of natural Muon takes the finite gradients of a skipped step.",
     "test_skipped_steps.py::test_a_step_with_an_unusable_gradient_changes_nothing",
     (
-        "preconditioner.gradients.preconditioning:_solve",
-        "_unless(skips, gradient.flatten(1).sum(1))",
-        "gradient.flatten(1).sum(1)",
+        "preconditioner.gradients.preconditioning:_solve_piece",
+        "_unless(skips, W.flatten(1).sum(1))",
+        "W.flatten(1).sum(1)",
     ),
 )
 _add(

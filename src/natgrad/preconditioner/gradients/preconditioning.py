@@ -90,35 +90,42 @@ def _solve(
     has_results = any(ready)
     if not has_results and group.curvature.needs_results:
         return W
-    blocks, step = group.blocks_of(members), max(1, _PIECE * W.shape[0] // max(1, W.nbytes))
-    V = W if step >= len(W) else torch.empty_like(W)
-    for start in range(0, len(W), step):
-        piece = slice(start, min(start + step, len(W)))
-        index, gradient = piece if isinstance(blocks, slice) else blocks[piece], W[piece]
-        state: dict[str, Tensor] = {}
-        if group.memory_specs:
-            memory = allocate_memory(group)
-            state = {spec.name: memory.read(spec.name, index).to(W.dtype) for spec in group.memory_specs}
-            all_finite = skips is None and known_finite(gradient)
-            for name, new in group.curvature.update_state(state, gradient).items():
-                if name not in state or not _has_shape(new, state[name].shape):
-                    wanted = tuple(state[name].shape) if name in state else f"nothing: it declares {', '.join(state)}"
-                    raise _wrong_shape(f"update_state() of {group.curvature!r}, as {name!r},", new, wanted)
-                values = new
-                if not all_finite:
-                    sums = _unless(skips, gradient.flatten(1).sum(1))  # finite only if all terms are
-                    values = torch.where(along(sums.isfinite(), new.ndim - 1), new, state[name])
-                state[name] = values
-                memory.write(name, index, values)
-        names = group.state.results if has_results else ()
-        computed, averages = read_results(group, names, index, W.dtype), live_averages(group, index)
-        solved = group.curvature.precondition(computed, averages, state, gradient, damping * group.factor)
-        if not _has_shape(solved, gradient.shape):
-            raise _wrong_shape(f"precondition() of {group.curvature!r}", solved, tuple(gradient.shape))
-        if step >= len(W):
-            return solved
-        V[piece] = solved
+    blocks, count = group.blocks_of(members), W.shape[0]
+    if W.nbytes <= _PIECE:
+        return _solve_piece(group, blocks, W, damping, skips, has_results=has_results)
+    V, step = torch.empty_like(W), max(1, _PIECE * count // W.nbytes)
+    for start in range(0, count, step):
+        piece = slice(start, min(start + step, count))
+        index = piece if isinstance(blocks, slice) else blocks[piece]
+        V[piece] = _solve_piece(group, index, W[piece], damping, skips, has_results=has_results)
     return V
+
+
+def _solve_piece(
+    group: BlockGroup, blocks: slice | Tensor, W: Tensor, damping: float, skips: Tensor | None, *, has_results: bool
+) -> Tensor:
+    """Do what `_solve` does for some `blocks` of a group, whose layers all have complete results or have none."""
+    state: dict[str, Tensor] = {}
+    if group.memory_specs:
+        memory = allocate_memory(group)
+        state = {spec.name: memory.read(spec.name, blocks).to(W.dtype) for spec in group.memory_specs}
+        all_finite = skips is None and known_finite(W)
+        for name, new in group.curvature.update_state(state, W).items():
+            if name not in state or not _has_shape(new, state[name].shape):
+                wanted = tuple(state[name].shape) if name in state else f"nothing: it declares {', '.join(state)}"
+                raise _wrong_shape(f"update_state() of {group.curvature!r}, as {name!r},", new, wanted)
+            values = new
+            if not all_finite:
+                sums = _unless(skips, W.flatten(1).sum(1))  # finite only if all terms are
+                values = torch.where(along(sums.isfinite(), new.ndim - 1), new, state[name])
+            state[name] = values
+            memory.write(name, blocks, values)
+    names = group.state.results if has_results else ()
+    computed, averages = read_results(group, names, blocks, W.dtype), live_averages(group, blocks)
+    solved = group.curvature.precondition(computed, averages, state, W, damping * group.factor)
+    if not _has_shape(solved, W.shape):
+        raise _wrong_shape(f"precondition() of {group.curvature!r}", solved, tuple(W.shape))
+    return solved
 
 
 def _has_shape(returned: object, wanted: torch.Size) -> bool:
