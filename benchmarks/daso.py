@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from benchmarks.common import Seconds, conditions, interleave, median, save
+from benchmarks.links import hand_back, on_two_nodes
 from benchmarks.models import Workload
-from benchmarks.nodes import hand_back, on_two_nodes
 from benchmarks.peers import NEVER
 from benchmarks.placement_cycle import merge, wire_bytes
 

@@ -33,7 +33,7 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from benchmarks.common import conditions, save
-from benchmarks.nodes import hand_back, on_two_nodes
+from benchmarks.links import hand_back, on_two_nodes
 from benchmarks.training import run
 from natgrad.training import tuned
 from natgrad.training.job import Job

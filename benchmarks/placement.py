@@ -35,9 +35,9 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.common import CPU, RESULTS, Seconds, Subject, conditions, interleave, launch, median, peak_memory, save
+from benchmarks.links import hand_back, on_two_nodes
 from benchmarks.memory import allocator
 from benchmarks.models import WORKLOADS, Name
-from benchmarks.nodes import hand_back, on_two_nodes
 from benchmarks.peers import KFAC_PYTORCH, Form, Method, Reduction, Trainer, kfac_pytorch, natgrad_kfac
 from benchmarks.placement_cycle import CYCLE, KINDS, SETTINGS, STEPS, Intervals, cycle, merge
 
