@@ -209,10 +209,9 @@ def test_traffic_is_about_that_of_one_all_reduce(ranks, placement, count, left):
     results = ranks.run(count, count_messages, placement, left)
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     for calls, _, (_, _, rest) in results:
-        sums = 2 if rest else 1  # counters first
-        assert (calls[:sums], calls[-1]) == (["all_reduce"] * sums, gather)
-        assert calls[sums:-1] == ["all_to_all_single"] * (len(calls) - sums - 1)
-        assert len(calls) <= 4 + sums
+        sums = 3 if rest else 2  # counters, and whether the pass has sent what it should
+        assert (calls.count("all_reduce"), calls[-1]) == (sums, gather)
+        assert calls.count("all_to_all_single") == len(calls) - sums - 1 <= 3
     sent = {kind: sum(sent[kind] for _, sent, _ in results) for kind in results[0][1]}
     owned, shared, rest = results[0][2]
     elements = sum(Slices(tuple(sizes)).sent(rank) for sizes in (owned, shared) for rank in range(count))

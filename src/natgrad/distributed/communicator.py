@@ -26,6 +26,8 @@ from natgrad.profiling import profiled
 
 # The ranks within the whole group, and the purpose: each purpose has a separate queue of messages.
 GroupKey = tuple[tuple[int, ...], str]
+# The purpose of the messages of hosts.
+_HOST = "host"
 
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[GroupKey, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 # By world, the highest number used so far. Addresses of destroyed groups stay in the store, so numbers are not reused.
@@ -46,19 +48,24 @@ class Work:
         kind: str,
         message: Tensor,
         work: dist.Work | None = None,
-        finish: Callable[[], object] | None = None,
+        finish: Callable[[], Any] | None = None,
     ) -> None:
-        """Wrap the `work` that sends a `message`, and a function to `finish` it, which may be collective."""
+        """Wrap the `work` that sends a `message`, and a function that then returns its result and may be collective."""
         self._runtime, self._kind, self._message, self._work, self._finish = runtime, kind, message, work, finish
 
-    def wait(self) -> None:
-        """Wait for the result; further calls do nothing."""
+    def wait(self) -> Any:
+        """Wait for the result, and return it; further calls do nothing."""
         if self._work is not None:
             with self._runtime.collective(self._kind):
                 self._work.wait()
-        if self._finish is not None:
-            self._finish()
+        result = None if self._finish is None else self._finish()
         self._work = self._finish = None
+        return result
+
+    def then(self, finish: Callable[[Any], Any]) -> Work:
+        """Return this message with a further step, which gets the result and may be collective."""
+        first, self._finish = self._finish, lambda: finish(None if first is None else first())
+        return self
 
     def drop(self) -> None:
         """Wait until the message may be freed, without its result; all ranks must call it."""
@@ -143,7 +150,7 @@ class Communicator:
             with self.collective("objects"):
                 if not all(found[rank][0] for rank in ranks):
                     members = [dist.get_global_rank(self.group, rank) for rank in ranks]
-                    kept[key] = _make(members, self.group, max(number for _, number in found))
+                    kept[key] = _make(members, self.group, max(number for _, number in found), on_host=purpose == _HOST)
             self._known[key] = kept[key]
         return self._known[key]
 
@@ -151,6 +158,11 @@ class Communicator:
     def background(self) -> dist.ProcessGroup | None:
         """A group of all ranks whose messages do not wait for those of other groups; the first access is collective."""
         return self.subgroup(range(self.ranks), "background")
+
+    @property
+    def gradients(self) -> dist.ProcessGroup | None:
+        """Another such group, for gradients that are sent during the backward pass."""
+        return self.subgroup(range(self.ranks), "gradients")
 
     # --- Objects and numbers ------------------------------------------------------------------------------------
 
@@ -165,6 +177,14 @@ class Communicator:
     def any(self, flag: bool) -> bool:
         """Return whether the flag of any rank is True; collective and synchronous."""
         return self.totals([float(flag)], "counters")[0] > 0
+
+    def any_on_host(self, flag: bool) -> bool:
+        """Return whether the flag of any rank is True; collective. The host does not wait for an accelerator."""
+        if self.group is None or device_of(self.group).type == "cpu":
+            return self.any(flag)
+        found, group = torch.tensor([float(flag)]), self.subgroup(range(self.ranks), _HOST)
+        self._run("counters", lambda: dist.all_reduce(found, group=group, async_op=True))
+        return bool(found > 0)
 
     def totals(self, numbers: Sequence[float], kind: str) -> list[float]:
         """Return numbers summed over the ranks in float32; `kind` as in `traffic`; collective and synchronous."""
@@ -251,6 +271,13 @@ class Communicator:
         more than a slice then receive their surplus from other ranks (`Slices`). Sums have the dtype of the numbers,
         which are sent in the dtype `wire` if it is narrower.
         """
+        summed: Tensor = self.post_to_owners(vectors, kind, wire, self.group).wait()
+        return summed
+
+    def post_to_owners(
+        self, vectors: Sequence[Tensor], kind: str, wire: torch.dtype | None, group: dist.ProcessGroup | None
+    ) -> Work:
+        """Start `reduce_to_owners` in the queue of a group; ``wait()`` returns the sum, and is collective."""
         slices, own = Slices(tuple(map(len, vectors))), vectors[0]
         layout = _layout(own.dtype, wire, slices.length)
         rows = layout.empty(self.ranks, own.device)
@@ -258,9 +285,13 @@ class Communicator:
             own = part if rank == self.rank else own  # not sent, and so not rounded
             layout.write(rows[rank : rank + 1], part[None])
         self.count(kind, (self.ranks - 1) * layout.payload)
-        summed = self._reduce_scatter(rows, layout, own, kind)
-        found = self._move_surplus(summed, slices, layout, kind, range(self.ranks), to_owners=True)
-        return torch.cat([summed[slices.first(self.rank)], *found])
+        scattered = self._post_reduce_scatter(rows, layout, own, kind, group)
+
+        def finish(summed: Tensor) -> Tensor:
+            found = self._move_surplus(summed, slices, layout, kind, range(self.ranks), to_owners=True)
+            return torch.cat([summed[slices.first(self.rank)], *found])
+
+        return scattered.then(finish)
 
     def share_from_owners(
         self,
@@ -277,8 +308,21 @@ class Communicator:
         the slices of others; then all ranks gather the slices. Owners also use the rounded values, so that all ranks
         have the same bits.
         """
+        shared: list[Tensor] = self.post_from_owners(owned, sizes, kind, ranks=ranks, wire=wire).wait()
+        return shared
+
+    def post_from_owners(
+        self,
+        owned: Tensor,
+        sizes: Sequence[int],
+        kind: str,
+        *,
+        ranks: Sequence[int],
+        wire: torch.dtype | None = None,
+    ) -> Work:
+        """Start `share_from_owners`; ``wait()`` returns the vectors. A surplus has been sent when this returns."""
         if len(ranks) == 1:
-            return [owned]
+            return Work(self, kind, owned, finish=lambda: [owned])
         slices = Slices(tuple(sizes))
         layout = _layout(owned.dtype, wire, slices.length)
         found = self._move_surplus(owned, slices, layout, kind, ranks, to_owners=False)
@@ -286,11 +330,14 @@ class Communicator:
         layout.write(row, slices.fill([owned[slices.first(ranks.index(self.rank))], *found])[None])
         self.count(kind, (len(ranks) - 1) * layout.payload)
         members = self.subgroup(ranks)
-        self._run(kind, lambda: _all_gather(arrived, row, members))
-        return slices.join(list(layout.read(arrived)[1]))
+        with self.collective(kind):
+            gathered = _all_gather(arrived, row, members)
+        return Work(self, kind, row, gathered, lambda: slices.join(list(layout.read(arrived)[1])))
 
-    def _reduce_scatter(self, rows: Tensor, layout: WireFormat, own: Tensor, kind: str) -> Tensor:
-        """Return the sum of this rank's slice, to which it adds its unrounded numbers `own`.
+    def _post_reduce_scatter(
+        self, rows: Tensor, layout: WireFormat, own: Tensor, kind: str, group: dist.ProcessGroup | None
+    ) -> Work:
+        """Start the sum of this rank's slice, to which it adds its unrounded numbers `own`.
 
         Gloo's reduce-scatter sends as many bytes as an all-reduce, and every reduce-scatter sums in the dtype that it
         sends. On the host and for narrow dtypes, an all-to-all is used instead, and each rank sums its slice.
@@ -300,13 +347,19 @@ class Communicator:
             # The name of the function depends on torch's version.
             sum_rows = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             numbers = summed.view(layout.dtype), rows.view(layout.dtype)
-            self._run(kind, lambda: sum_rows(*numbers, group=self.group, async_op=True))
-            return layout.read(summed)[1][0]
+            with self.collective(kind):
+                work = sum_rows(*numbers, group=group, async_op=True)
+            return Work(self, kind, rows, work, lambda: layout.read(summed)[1][0])
         arrived = torch.empty_like(rows)
-        self._run(kind, lambda: dist.all_to_all_single(arrived, rows, group=self.group, async_op=True))
-        _, values = layout.read(arrived)
-        values[self.rank] = own
-        return values.sum(0)
+        with self.collective(kind):
+            work = dist.all_to_all_single(arrived, rows, group=group, async_op=True)
+
+        def finish() -> Tensor:
+            _, values = layout.read(arrived)
+            values[self.rank] = own
+            return values.sum(0)
+
+        return Work(self, kind, rows, work, finish)
 
     def _move_surplus(
         self,
@@ -429,13 +482,13 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return timeout
 
 
-def _make(ranks: list[int], like: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
+def _make(ranks: list[int], like: dist.ProcessGroup, number: int, *, on_host: bool) -> dist.ProcessGroup:
     """Make a group of some ranks of the world; collective over these ranks.
 
     Torch then names the group by the number of groups that a process is in. Ranks that are in fewer groups first make
     spare ones, so that all use the same name.
     """
-    backend, timeout = dist.get_backend(like), timeout_of(like)
+    backend, timeout = "gloo" if on_host else dist.get_backend(like), timeout_of(like)
     spare = [
         dist.new_group([dist.get_rank()], backend=backend, timeout=timeout, use_local_synchronization=True)
         for _ in range(number - _group_count())

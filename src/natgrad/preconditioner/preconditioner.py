@@ -43,7 +43,7 @@ from natgrad.preconditioner.coverage import warn_of_idle, warn_of_lost, warn_of_
 from natgrad.preconditioner.explanation import Explanation, describe_damping, explain
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
-from natgrad.preconditioner.gradients.reduction import check_averages, take_over_reduction
+from natgrad.preconditioner.gradients.reduction import GradientReduction, check_averages, take_over_reduction
 from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
@@ -237,6 +237,7 @@ class Preconditioner:
         self._scheduler, self._background = RefreshScheduler(refresh), BackgroundRefresh()
         self._failures, self._inspection = FailureCounters(Guard() if guard is None else guard), Inspection()
         self._progress, self._epochs, self._compared = StepCounters(), EpochState(), False
+        self._reduction: GradientReduction | None = None
         warn_of_idle(root, curvature, structure.coverage)
         warn_of_uncovered(structure.coverage)
         reductions.warn_of_idle(names)
@@ -473,13 +474,14 @@ class Preconditioner:
                 known = [flag for flag in (scaling.skip_step(runtime, device), self._skips) if flag is not None]
                 capture.sums.skip_step = torch.stack([flag.to(device) for flag in known]).any() if known else None
             return scaling.of_gradients(
-                structure.root,
-                structure.groups,
+                self._reduction,
                 runtime,
+                structure.groups[0].device if structure.groups else None,
+                structure.groups[0].work_dtype if structure.groups else torch.float32,
                 samples=capture.number(count),
                 backwards=len(capture.backwards),
                 step=self._progress.step,
-                to_owners=structure.plan.columns == runtime.ranks,
+                counted=count is None,
             )
 
     def _shares(self, count: Count | None) -> Shares:
@@ -649,6 +651,13 @@ class Preconditioner:
     def _attach(self) -> None:
         """Attach hooks to the present layers, and begin to capture their statistics."""
         structure, several = self._structure, self._communicator.ranks > 1
+        if self._reduction is not None:
+            self._reduction.close()
+        if self._scaling.reduces:
+            plan = structure.plan
+            owned = structure.groups if plan.columns == plan.ranks else None
+            chunk = plan.placement.bucket
+            self._reduction = GradientReduction(structure.root, owned, self._communicator, chunk=chunk)
         if not self._detached:
             rows = RowBuffer(structure.gathered, structure.precision.wire if several else None)
             self._capture.attach(structure.groups, self._empty_sums(), rows)

@@ -3,12 +3,19 @@
 If each layer has one worker, its gradient is reduced to that rank only (Osawa 2020, stage 3). Together with the
 preconditioned gradients that the workers send afterwards, about as many bytes are sent as by the all-reduce of plain
 data parallelism.
+
+Gradients are cut into chunks, in the order of the backward pass. A chunk is sent as soon as all of its gradients have
+arrived. What such a message needs is known only in ``step``: whether another pass follows or ``.grad`` is changed, and
+how many samples each rank has. So a pass sends by the numbers of the last step, and the ranks agree in ``step`` whether
+these were right on all of them. If not, all gradients are sent again. After two such steps in a row they are sent in
+``step`` alone.
 """
 
 # No postponed annotations here: DistributedDataParallel inspects the annotations of its communication hook.
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +23,23 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.distributed import Communicator, flatten, unflatten
+from natgrad.distributed.communicator import Work
 from natgrad.errors import NatgradError, require
+from natgrad.layers import Handle, remove_all
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import at_least_float32
 from natgrad.state.block_group import BlockGroup
 
+# The least number of chunks, if there are as many gradients: a small model's would otherwise all be in the last one.
+_LEAST_CHUNKS = 8
+# The share of a chunk that may be sent twice; it grows until there is less.
+_MOST_SURPLUS = 0.1
+# The number of steps in a row whose gradients were sent twice after which none are sent in a pass.
+_MOST_REPEATED = 2
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class _Rows:
     """Some rows of a parameter (None: all), and the only worker of their layer (None: they have no curvature)."""
 
@@ -32,49 +48,219 @@ class _Rows:
     owner: int | None
 
     @property
-    def gradient(self) -> Tensor | None:
-        """Their gradient, if there is one."""
+    def nbytes(self) -> int:
+        """Their bytes."""
+        parameter, rows = self.parameter, self.rows
+        return parameter.nbytes if rows is None else parameter.nbytes // len(parameter) * (rows.stop - rows.start)
+
+    @property
+    def values(self) -> Tensor:
+        """Their gradient, or zeros."""
         gradient = self.parameter.grad
-        return gradient if gradient is None or self.rows is None else gradient[self.rows]
+        values = torch.zeros_like(self.parameter) if gradient is None else gradient
+        return values if self.rows is None else values[self.rows]
 
 
-def reduce_gradients(
-    model: nn.Module,
-    runtime: Communicator,
-    samples: float | Tensor,
-    *,
-    summed: bool,
-    groups: Sequence[BlockGroup] | None,
-    step: int,
-) -> float | Tensor:
-    """Replace every ``.grad`` by that of the loss over the samples of all ranks. Sums use at least float32.
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Rows of one device and dtype that are sent together: each to its worker, or, if none has one, to all ranks."""
 
-    A gradient that is missing on this rank, but not on another one, counts as zero. With `groups` only the worker of
-    each layer receives the result; on other ranks ``.grad`` stays unchanged.
+    parts: list[_Rows]
 
-    Returns:
-        The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum.
+    @cached_property
+    def parameters(self) -> set[int]:
+        """The ids of the parameters."""
+        return {id(part.parameter) for part in self.parts}
 
-    Raises:
-        NatgradError: if `step` differs between the ranks. On accelerators this is not checked, because the host would
-            wait for the device.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if runtime.ranks == 1 or not trained:
-        return 1.0 / max(1, samples) if summed else 1.0
-    total = _exchange_counters(trained, runtime, samples, step)
-    # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
-    mean_weight = torch.where(total > 0, samples / total.where(total > 0, 1), 1 / runtime.ranks)
-    weight = torch.ones_like(total) if summed else mean_weight
-    rows = [_Rows(parameter, None, None) for parameter in trained]
-    if groups is not None:
-        rows = list(_split(trained, groups))
-    _reduce_to_all([part for part in rows if part.owner is None], runtime, weight)
-    _reduce_to_owners([part for part in rows if part.owner is not None], runtime, weight)
-    if not summed:
-        return 1.0
-    wide = torch.float64 if any(parameter.dtype == torch.float64 for parameter in trained) else torch.float32
-    return 1.0 / total.clamp(min=1).to(wide)
+    def post(self, runtime: Communicator, weight: Tensor) -> Work:
+        """Start to sum the gradients of all ranks, each times its `weight`; all sums use at least float32."""
+        parameter, group = self.parts[0].parameter, runtime.gradients
+        dtype = at_least_float32(parameter.dtype)
+        weight = weight.to(parameter.device, dtype)
+        if self.parts[0].owner is None:
+            message = _joined(self.parts, weight)
+            return runtime.post_sum(message, "gradients", None, group).then(lambda _: message)
+        owned = [_joined(self._of(rank), weight) for rank in range(runtime.ranks)]
+        return runtime.post_to_owners(owned, "gradients", parameter.dtype, group)
+
+    def write(self, summed: Tensor, rank: int) -> None:
+        """Write the sums that this rank has received into the gradients that there are."""
+        parts = self.parts if self.parts[0].owner is None else self._of(rank)
+        gradients = [part.values for part in parts]
+        pairs = zip(parts, gradients, unflatten(summed, gradients), strict=True)
+        written = [(gradient, values) for part, gradient, values in pairs if part.parameter.grad is not None]
+        if written:
+            torch._foreach_copy_([gradient for gradient, _ in written], [values for _, values in written])
+
+    def _of(self, owner: int) -> list[_Rows]:
+        return [part for part in self.parts if part.owner == owner]
+
+
+class GradientReduction:
+    """Averages ``.grad`` of a model over the ranks."""
+
+    def __init__(
+        self, model: nn.Module, groups: Sequence[BlockGroup] | None, runtime: Communicator, *, chunk: int
+    ) -> None:
+        """Cut the gradients into chunks of about `chunk` bytes, and listen to the backward passes.
+
+        With `groups` only the worker of each layer receives its gradient; on other ranks ``.grad`` stays unchanged.
+        """
+        self._model, self._groups, self._runtime, self._limit = model, groups, runtime, chunk
+        self._handles: list[Handle] = []
+        weakref.finalize(self, remove_all, self._handles).atexit = False
+        # What the last step has shown, by which the passes of this one send. None: this step sends by itself.
+        self._expected: tuple[object, ...] | None = None
+        self._passes, self._weight = 1, torch.ones(())
+        self._repeated = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        """Cut the present parameters into chunks, and listen to them."""
+        self._trained, self._kinds = self._present()
+        self._chunks = list(_cut(self._trained, self._groups, self._limit, self._runtime.ranks))
+        remove_all(self._handles)
+        arrived: weakref.WeakMethod[Callable[[Tensor], None]] = weakref.WeakMethod(self._arrived)
+        for parameter in self._trained if self._runtime.ranks > 1 else ():
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_Listener(arrived)))
+        self._forget()
+
+    def _present(self) -> tuple[list[nn.Parameter], list[tuple[object, ...]]]:
+        """Return the trained parameters, and what the chunks depend on."""
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return trained, [(id(parameter), parameter.dtype, parameter.device) for parameter in trained]
+
+    def _forget(self) -> None:
+        """Begin a step: nothing has been sent."""
+        self._posted: list[Work] = []
+        self._seen: set[int] = set()  # the ids of the parameters whose gradients have arrived in this pass
+        self._sent: set[int] = set()  # and those of which a chunk has been sent
+        self._versions: dict[int, tuple[int, int]] = {}  # of each ``.grad`` at the end of the pass, by the same ids
+        self._pass, self._count, self._is_wrong = -1, 0, False
+
+    # --- In the backward pass -----------------------------------------------------------------------------------
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Send the chunks that are complete with this gradient, if this is the last pass of the step."""
+        if self._expected is None:
+            return
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:
+            self._pass, self._count = current, self._count + 1
+            self._seen.clear()
+            _call_last(self._note_versions)
+        self._is_wrong |= id(parameter) in self._sent
+        self._seen.add(id(parameter))
+        if self._count < self._passes or self._is_wrong:
+            return
+        while len(self._posted) < len(self._chunks) and self._chunks[len(self._posted)].parameters <= self._seen:
+            self._post_next()
+
+    def _post_next(self) -> None:
+        chunk = self._chunks[len(self._posted)]
+        self._posted.append(chunk.post(self._runtime, self._weight))
+        self._sent |= chunk.parameters
+
+    def _note_versions(self) -> None:
+        known = ((id(parameter), parameter.grad) for parameter in self._trained if id(parameter) in self._sent)
+        self._versions = {key: (id(gradient), gradient._version) for key, gradient in known if gradient is not None}
+
+    def _is_changed(self, parameter: nn.Parameter) -> bool:
+        """Return whether a gradient that was sent in a pass has been changed since."""
+        gradient, noted = parameter.grad, self._versions.get(id(parameter))
+        return noted is not None and (gradient is None or (id(gradient), gradient._version) != noted)
+
+    # --- In the step --------------------------------------------------------------------------------------------
+
+    def finish(
+        self, samples: float | Tensor, ratio: float | Tensor, *, passes: int, summed: bool, predictable: bool, step: int
+    ) -> float | Tensor:
+        """Replace every ``.grad`` by that of the loss over the samples of all ranks.
+
+        A gradient that is missing on this rank, but not on another one, counts as zero.
+
+        Args:
+            samples: Of this rank.
+            ratio: A factor for this rank's gradients.
+            passes: The backward passes of this rank.
+            summed: Whether the loss is a sum over samples.
+            predictable: Whether the next step may send by the numbers of this one, if they stay the same.
+            step: The number of the step.
+
+        Returns:
+            The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum.
+
+        Raises:
+            NatgradError: if `step` differs between the ranks. On accelerators this is not checked, because the host
+                would wait for the device.
+        """
+        runtime, numbers = self._runtime, (samples, passes) if predictable else None
+        is_outdated = self._present()[1] != self._kinds
+        is_sent = self._expected is not None and self._complete(is_right=numbers == self._expected and not is_outdated)
+        if is_outdated:
+            self._restart()
+        if runtime.ranks == 1 or not self._trained:
+            return 1.0 / max(1, samples) if summed else 1.0
+        total = _exchange_counters(self._trained, runtime, samples, step)
+        # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
+        mean_weight = torch.where(total > 0, samples / total.where(total > 0, 1), 1 / runtime.ranks)
+        self._weight = (torch.ones_like(total) if summed else mean_weight) * ratio
+        if not is_sent:
+            for _ in self._chunks:
+                self._post_next()
+        for chunk, work in zip(self._chunks, self._posted, strict=True):
+            chunk.write(work.wait(), runtime.rank)
+        self._forget()
+        self._expected = numbers if self._repeated < _MOST_REPEATED else None
+        self._passes = max(1, passes)
+        if not summed:
+            return 1.0
+        wide = torch.float64 if any(parameter.dtype == torch.float64 for parameter in self._trained) else torch.float32
+        return 1.0 / total.clamp(min=1).to(wide)
+
+    def _complete(self, *, is_right: bool) -> bool:
+        """Send the remaining chunks, and return whether all ranks have sent what they should. Otherwise drop all."""
+        is_changed = any(map(self._is_changed, self._trained))
+        while len(self._posted) < len(self._chunks):
+            self._post_next()
+        if not self._runtime.any_on_host(self._is_wrong or is_changed or not is_right):
+            self._repeated = 0
+            return True
+        self._repeated += 1
+        for work in self._posted:
+            work.drop()
+        self._forget()
+        return False
+
+    def close(self) -> None:
+        """Stop listening, and finish the messages that any rank may have begun; all ranks must call it."""
+        remove_all(self._handles)
+        while self._expected is not None and len(self._posted) < len(self._chunks):
+            self._post_next()
+        for work in self._posted:
+            work.drop()
+        self._expected = None
+
+
+def _call_last(function: Callable[[], None]) -> None:
+    """Call a function at the end of the present backward pass, after DDP has written its buckets into ``.grad``."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(function))
+
+
+class _Listener:
+    """A hook that reports gradients to a method. Copies do not."""
+
+    def __init__(self, method: weakref.WeakMethod[Callable[[Tensor], None]] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, parameter: Tensor) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method(parameter)
+
+    def __reduce__(self) -> tuple[type["_Listener"], tuple[()]]:
+        return _Listener, ()
 
 
 def _exchange_counters(
@@ -127,44 +313,35 @@ def _split(trained: Iterable[nn.Parameter], groups: Sequence[BlockGroup]) -> Ite
             yield _Rows(parameter, slice(end, len(parameter)) if covered else None, None)
 
 
-def _by_kind(parts: Iterable[_Rows]) -> Iterator[list[_Rows]]:
-    """Yield rows that have a gradient, which they have on all ranks or on none, by device and dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[_Rows]] = {}
+def _cut(trained: list[nn.Parameter], groups: Sequence[BlockGroup] | None, limit: int, ranks: int) -> Iterator[_Chunk]:
+    """Yield chunks of gradients in the reverse order of the model, those of one layer's worker apart from others."""
+    rows = [_Rows(parameter, None, None) for parameter in trained] if groups is None else list(_split(trained, groups))
+    limit = min(limit, sum(part.nbytes for part in rows) // _LEAST_CHUNKS)
+    filling: dict[tuple[object, ...], list[_Rows]] = {}
+    for part in reversed(rows):
+        kind = (part.owner is None, part.parameter.device, part.parameter.dtype)
+        filling.setdefault(kind, []).append(part)
+        size = sum(each.nbytes for each in filling[kind])
+        if size >= limit and _surplus(filling[kind], ranks) <= _MOST_SURPLUS * size:
+            yield _Chunk(filling.pop(kind))
+    yield from map(_Chunk, filling.values())
+
+
+def _surplus(parts: Iterable[_Rows], ranks: int) -> int:
+    """Return the bytes that are sent twice, because their worker has more than an even slice of a chunk."""
+    owned = [0] * ranks
     for part in parts:
-        if part.parameter.grad is not None:
-            found.setdefault((part.parameter.device, part.parameter.dtype), []).append(part)
-    yield from found.values()
+        if part.owner is None:
+            return 0
+        owned[part.owner] += part.nbytes
+    return sum(max(0, size - sum(owned) // ranks) for size in owned)
 
 
-def _joined(parts: Iterable[_Rows], weight: Tensor) -> Tensor:
-    """Return this rank's gradients, times its weight, as one vector of at least float32."""
-    addends = [part.gradient for part in parts if part.gradient is not None]
-    dtype = at_least_float32(weight.dtype)
-    return flatten(addends).to(dtype).mul_(weight) if addends else torch.empty(0, dtype=dtype, device=weight.device)
-
-
-def _reduce_to_all(parts: Iterable[_Rows], runtime: Communicator, weight: Tensor) -> None:
-    for bucket in _by_kind(parts):
-        parameter = bucket[0].parameter
-        message = _joined(bucket, weight.to(parameter.device, at_least_float32(parameter.dtype)))
-        runtime.sum_(message, "gradients")
-        _write(bucket, message)
-
-
-def _reduce_to_owners(parts: Iterable[_Rows], runtime: Communicator, weight: Tensor) -> None:
-    for bucket in _by_kind(parts):
-        parameter = bucket[0].parameter
-        scale = weight.to(parameter.device, at_least_float32(parameter.dtype))
-        owned = [[part for part in bucket if part.owner == rank] for rank in range(runtime.ranks)]
-        values = [_joined(some, scale) for some in owned]
-        _write(owned[runtime.rank], runtime.reduce_to_owners(values, "gradients", parameter.dtype))
-
-
-def _write(parts: Sequence[_Rows], summed: Tensor) -> None:
-    """Write sums into gradients."""
-    gradients = [part.gradient for part in parts if part.gradient is not None]
-    if gradients:
-        torch._foreach_copy_(gradients, unflatten(summed, gradients))
+def _joined(parts: Sequence[_Rows], weight: Tensor) -> Tensor:
+    """Return this rank's gradients, times its weight, as one vector."""
+    if not parts:
+        return weight.new_empty(0)
+    return flatten([part.values for part in parts]).to(weight.dtype).mul_(weight)
 
 
 def check_averages(model: nn.Module) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from natgrad.capture.counts import Reductions
 from natgrad.distributed import Communicator
 from natgrad.errors import NatgradError, require
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
-from natgrad.preconditioner.gradients.reduction import reduce_gradients
-from natgrad.state.block_group import BlockGroup
+from natgrad.preconditioner.gradients.reduction import GradientReduction
 
 
 class Scaling:
@@ -127,26 +126,39 @@ class Scaling:
 
     def of_gradients(
         self,
-        model: nn.Module,
-        groups: Sequence[BlockGroup],
+        reduction: GradientReduction | None,
         runtime: Communicator,
+        device: torch.device | None,
+        dtype: torch.dtype,
         *,
         samples: float | Tensor,
         backwards: int,
         step: int,
-        to_owners: bool,
+        counted: bool,
     ) -> float | Tensor:
         """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
 
-        `to_owners`: each layer has one worker, and only it receives the layer's gradient.
+        Args:
+            reduction: That of the gradients; None: they are averaged.
+            runtime: The ranks.
+            device: Of the layers' gradients; None: there are no layers.
+            dtype: Of these.
+            samples: Of this rank.
+            backwards: The backward passes of this rank.
+            step: The number of the step.
+            counted: Whether `samples` are counted in the passes alone.
         """
         scale: float | Tensor = 1.0
-        device = groups[0].device if groups else None
-        dtype = groups[0].work_dtype if groups else torch.float32
-        passes = self._passes(model, runtime, backwards, device, dtype)
-        if self.reduces:
-            owned = groups if to_owners else None
-            scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=owned, step=step)
+        passes, ratio = self._passes(runtime, backwards, device, dtype)
+        if reduction is not None:
+            scale = reduction.finish(
+                samples,
+                ratio,
+                passes=backwards,
+                summed=self._summed,
+                predictable=counted and not self.skips,
+                step=step,
+            )
         elif (self._summed or self._mixed) and device is not None:
             total = torch.zeros(1, dtype=torch.float32, device=device)
             total[0] = samples
@@ -161,22 +173,19 @@ class Scaling:
         return scale if self._divided else scale / passes
 
     def _passes(
-        self, model: nn.Module, runtime: Communicator, backwards: int, device: torch.device | None, dtype: torch.dtype
-    ) -> float | Tensor:
+        self, runtime: Communicator, backwards: int, device: torch.device | None, dtype: torch.dtype
+    ) -> tuple[float | Tensor, float | Tensor]:
         """Return the number of backward passes per rank, averaged over the ranks that had any, if the scale needs it.
 
-        The KL clip uses it, so it must be equal on all ranks. With ``gradients="reduce"`` each rank first scales its
-        gradients to this number of passes.
+        The KL clip uses it, so it must be equal on all ranks. With ``gradients="reduce"`` each rank first multiplies
+        its gradients by the second result, which makes them those of this number of passes.
         """
         here = float(max(1, backwards))
         if runtime.ranks == 1 or device is None or (not self._mixed and self._summed != self._divided):
-            return here
+            return here, 1.0
         counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
         runtime.sum_(counted, "counters")
         # In the gradients' dtype: a quotient in float32 would be too inexact for float64 gradients.
         total, users = counted.to(dtype).unbind()
         passes = (total / users.clamp(min=1)).clamp(min=1)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if self.reduces and gradients:
-            torch._foreach_mul_(gradients, here / passes if self._summed else passes / here)
-        return passes
+        return passes, here / passes if self._summed else passes / here
