@@ -13,6 +13,8 @@ from torch.nn.functional import pad
 from natgrad.linalg.precision import power_of_two
 
 _NOTHING = slice(0, 0)
+# A part of a bucket.
+_LITTLE = 0.1
 # Float16 values are scaled below 2¹⁵, so that rounding up cannot overflow.
 _TOP = 15
 
@@ -30,10 +32,15 @@ class Slices:
 
     sizes: tuple[int, ...]
 
+    @property
+    def total(self) -> int:
+        """The number of all elements, n."""
+        return sum(self.sizes)
+
     @cached_property
     def length(self) -> int:
         """The length of a slice, ``ceil(n / P)``. Shorter slices are padded with zeros."""
-        return -(-sum(self.sizes) // len(self.sizes))
+        return -(-self.total // len(self.sizes))
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], tuple[slice, slice]]:
@@ -56,6 +63,11 @@ class Slices:
     def is_even(self) -> bool:
         """Whether no rank owns more than a slice."""
         return not self._runs
+
+    @property
+    def is_nearly_even(self) -> bool:
+        """Whether little of the bucket is sent twice."""
+        return sum(self._leaving) <= _LITTLE * self.total
 
     def first(self, rank: int) -> slice:
         """Return the position of a rank's first numbers in its slice, and equally among all its numbers."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +27,8 @@ from natgrad.profiling import profiled
 
 # The ranks within the whole group, and the purpose: each purpose has a separate queue of messages.
 GroupKey = tuple[tuple[int, ...], str]
+# The bytes of a piece of a long message.
+_PIECE = 2**18
 # The purpose of the messages of hosts.
 _HOST = "host"
 
@@ -330,9 +333,8 @@ class Communicator:
         layout.write(row, slices.fill([owned[slices.first(ranks.index(self.rank))], *found])[None])
         self.count(kind, (len(ranks) - 1) * layout.payload)
         members = self.subgroup(ranks)
-        with self.collective(kind):
-            gathered = _all_gather(arrived, row, members)
-        return Work(self, kind, row, gathered, lambda: slices.join(list(layout.read(arrived)[1])))
+        posted = self._in_pieces(kind, arrived, row, lambda into, piece: _all_gather(into.view(-1), piece[0], members))
+        return posted.then(lambda _: slices.join(list(layout.read(arrived)[1])))
 
     def _post_reduce_scatter(
         self, rows: Tensor, layout: WireFormat, own: Tensor, kind: str, group: dist.ProcessGroup | None
@@ -343,23 +345,40 @@ class Communicator:
         sends. On the host and for narrow dtypes, an all-to-all is used instead, and each rank sums its slice.
         """
         if layout.lossless and not on_host(rows):
-            summed = torch.empty_like(rows[:1])
+            piece = torch.empty_like(rows[:1])
             # The name of the function depends on torch's version.
             sum_rows = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-            numbers = summed.view(layout.dtype), rows.view(layout.dtype)
+            numbers = piece.view(layout.dtype), rows.view(layout.dtype)
             with self.collective(kind):
                 work = sum_rows(*numbers, group=group, async_op=True)
-            return Work(self, kind, rows, work, lambda: layout.read(summed)[1][0])
+            return Work(self, kind, rows, work, lambda: layout.read(piece)[1][0])
         arrived = torch.empty_like(rows)
-        with self.collective(kind):
-            work = dist.all_to_all_single(arrived, rows, group=group, async_op=True)
 
-        def finish() -> Tensor:
+        def finish(_: None) -> Tensor:
             _, values = layout.read(arrived)
             values[self.rank] = own
             return values.sum(0)
 
-        return Work(self, kind, rows, work, finish)
+        post = partial(dist.all_to_all_single, group=group, async_op=True)
+        return self._in_pieces(kind, arrived, rows, post).then(finish)
+
+    def _in_pieces(
+        self, kind: str, arrived: Tensor, rows: Tensor, post: Callable[[Tensor, Tensor], dist.Work | None]
+    ) -> Work:
+        """Start to send rows of bytes ``[R, n]`` so that `arrived` ``[P, n]`` is complete after ``wait()``.
+
+        Gloo sends and receives a long message in turn, short ones at once; so it gets several of some columns.
+        """
+        if not on_host(rows) or rows.shape[1] <= _PIECE:
+            with self.collective(kind):
+                return Work(self, kind, rows, post(arrived, rows))
+        pieces = []
+        for columns, target in zip(rows.split(_PIECE, 1), arrived.split(_PIECE, 1), strict=True):
+            sent, into = columns.contiguous(), torch.empty_like(target, memory_format=torch.contiguous_format)
+            with self.collective(kind):
+                work = post(into, sent)
+            pieces.append(Work(self, kind, sent, work, partial(target.copy_, into)))
+        return Work(self, kind, rows, finish=lambda: [piece.wait() for piece in pieces]).then(lambda _: None)
 
     def _move_surplus(
         self,
@@ -406,12 +425,20 @@ class Communicator:
 
         All vectors have one dtype and device. The caller counts the bytes.
         """
+        received: list[Tensor] = self.post_redistribute(outgoing, sizes, kind, ranks=ranks).wait()
+        return received
+
+    def post_redistribute(
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int], kind: str, *, ranks: Sequence[int] | None = None
+    ) -> Work:
+        """Start `redistribute`; ``wait()`` returns the received vectors."""
         group = self.subgroup(range(self.ranks) if ranks is None else ranks)
         sent = torch.cat(list(outgoing))
         arrived = sent.new_empty(sum(sizes))
         lengths = [len(vector) for vector in outgoing]
-        self._run(kind, lambda: dist.all_to_all_single(arrived, sent, list(sizes), lengths, group=group, async_op=True))
-        return list(arrived.split(list(sizes)))
+        with self.collective(kind):
+            work = dist.all_to_all_single(arrived, sent, list(sizes), lengths, group=group, async_op=True)
+        return Work(self, kind, sent, work, lambda: list(arrived.split(list(sizes))))
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor]], kind: str) -> None:
         """Broadcast messages, each with its owner's rank, in place. An owner sends (P - 1) times its elements."""

@@ -348,21 +348,22 @@ class Preconditioner:
             self._continue_refresh(damping)
 
         with progress.phase("solve", self._communicator):
-            gradients = precondition(
-                self._structure.groups,
-                damping,
-                self._communicator,
-                shared=self._structure.shares_work,
-                skips=self._skips,
+            shared = self._structure.shares_work
+            computed = precondition(
+                self._structure.groups, damping, self._communicator, shared=shared, skips=self._skips
             )
-            if self._structure.shares_work:
-                share(gradients, self._structure.plan, self._communicator, self._failures)
+            if shared:
+                gradients = share(computed, self._structure.plan, self._communicator, self._failures)
+            else:
+                gradients = list(computed)
             clear_unusable(gradients, self._failures)
             with profiled("clip"):
                 self._clip.apply(gradients, scale, self._scaling.of_layer)
             with profiled("write"):
                 for entry in gradients:
                     entry.write()
+                if self._reduction is not None:
+                    self._reduction.write()
         self.call_order.written.note(self._structure.slots)
 
         progress.step += 1

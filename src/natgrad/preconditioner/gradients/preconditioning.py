@@ -33,15 +33,14 @@ _LONG = 8192
 
 def precondition(
     groups: Sequence[BlockGroup], damping: float, runtime: Communicator, *, shared: bool, skips: Tensor | None
-) -> list[GroupGradients]:
-    """Return the gradients of layers, preconditioned where this rank is a worker; if `shared`, of all layers.
+) -> Iterator[GroupGradients]:
+    """Yield the gradients of layers, preconditioned where this rank is a worker; if `shared`, of all layers.
 
     If the optimizer `skips` this step (bool; None: it does not), none is usable, and no state changes.
     Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all groups,
     the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of one group.
     """
-    everything = _collect(groups, shared=shared)
-    for bucket in _buckets(everything):
+    for bucket in _buckets(_collect(groups, shared=shared)):
         received = _receive_rows(bucket, runtime)
         for entry in bucket:
             if entry.group.role.is_gradient_worker:
@@ -50,8 +49,8 @@ def precondition(
                     add_gradients(entry.group, entry.W, entry.blocks)
                     entry.V = _solve(entry.group, entry.members, entry.W, damping, skips)
                     _check(entry, skips)
+            yield entry
         del received  # before the next ones are collected
-    return everything
 
 
 def clear_unusable(entries: Sequence[GroupGradients], failures: FailureCounters) -> None:

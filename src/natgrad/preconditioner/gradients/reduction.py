@@ -13,6 +13,7 @@ these were right on all of them. If not, all gradients are sent again. After two
 
 # No postponed annotations here: DistributedDataParallel inspects the annotations of its communication hook.
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.distributed import Communicator, flatten, unflatten
+from natgrad.distributed.buckets import Slices
 from natgrad.distributed.communicator import Work
 from natgrad.errors import NatgradError, require
 from natgrad.layers import Handle, remove_all
@@ -33,8 +35,6 @@ from natgrad.state.block_group import BlockGroup
 
 # The least number of chunks, if there are as many gradients: a small model's would otherwise all be in the last one.
 _LEAST_CHUNKS = 8
-# The share of a chunk that may be sent twice; it grows until there is less.
-_MOST_SURPLUS = 0.1
 # The number of steps in a row whose gradients were sent twice after which none are sent in a pass.
 _MOST_REPEATED = 2
 
@@ -72,12 +72,17 @@ class _Chunk:
         """The ids of the parameters."""
         return {id(part.parameter) for part in self.parts}
 
+    @property
+    def is_owned(self) -> bool:
+        """Whether the rows have a worker."""
+        return self.parts[0].owner is not None
+
     def post(self, runtime: Communicator, weight: Tensor) -> Work:
         """Start to sum the gradients of all ranks, each times its `weight`; all sums use at least float32."""
         parameter, group = self.parts[0].parameter, runtime.gradients
         dtype = at_least_float32(parameter.dtype)
         weight = weight.to(parameter.device, dtype)
-        if self.parts[0].owner is None:
+        if not self.is_owned:
             message = _joined(self.parts, weight)
             return runtime.post_sum(message, "gradients", None, group).then(lambda _: message)
         owned = [_joined(self._of(rank), weight) for rank in range(runtime.ranks)]
@@ -85,7 +90,7 @@ class _Chunk:
 
     def write(self, summed: Tensor, rank: int) -> None:
         """Write the sums that this rank has received into the gradients that there are."""
-        parts = self.parts if self.parts[0].owner is None else self._of(rank)
+        parts = self._of(rank) if self.is_owned else self.parts
         gradients = [part.values for part in parts]
         pairs = zip(parts, gradients, unflatten(summed, gradients), strict=True)
         written = [(gradient, values) for part, gradient, values in pairs if part.parameter.grad is not None]
@@ -113,6 +118,7 @@ class GradientReduction:
         self._expected: tuple[object, ...] | None = None
         self._passes, self._weight = 1, torch.ones(())
         self._repeated = 0
+        self._waiting: list[tuple[_Chunk, Work]] = []
         self._restart()
 
     def _restart(self) -> None:
@@ -175,9 +181,10 @@ class GradientReduction:
     def finish(
         self, samples: float | Tensor, ratio: float | Tensor, *, passes: int, summed: bool, predictable: bool, step: int
     ) -> float | Tensor:
-        """Replace every ``.grad`` by that of the loss over the samples of all ranks.
+        """Replace every ``.grad`` by that of the loss over the samples of all ranks; call `write` for the rest of them.
 
-        A gradient that is missing on this rank, but not on another one, counts as zero.
+        With workers, the gradients that have none are written later. A gradient that is missing on this rank, but not
+        on another one, counts as zero.
 
         Args:
             samples: Of this rank.
@@ -208,15 +215,22 @@ class GradientReduction:
         if not is_sent:
             for _ in self._chunks:
                 self._post_next()
-        for chunk, work in zip(self._chunks, self._posted, strict=True):
-            chunk.write(work.wait(), runtime.rank)
+        self._waiting = list(zip(self._chunks, self._posted, strict=True))
         self._forget()
+        self.write(only_owned=self._groups is not None)
         self._expected = numbers if self._repeated < _MOST_REPEATED else None
         self._passes = max(1, passes)
         if not summed:
             return 1.0
         wide = torch.float64 if any(parameter.dtype == torch.float64 for parameter in self._trained) else torch.float32
         return 1.0 / total.clamp(min=1).to(wide)
+
+    def write(self, *, only_owned: bool = False) -> None:
+        """Wait for the averages, or only for those that workers receive, and write them into ``.grad``."""
+        for chunk, work in self._waiting:
+            if chunk.is_owned or not only_owned:
+                chunk.write(work.wait(), self._runtime.rank)
+        self._waiting = [(chunk, work) for chunk, work in self._waiting if only_owned and not chunk.is_owned]
 
     def _complete(self, *, is_right: bool) -> bool:
         """Send the remaining chunks, and return whether all ranks have sent what they should. Otherwise drop all."""
@@ -318,23 +332,19 @@ def _cut(trained: list[nn.Parameter], groups: Sequence[BlockGroup] | None, limit
     rows = [_Rows(parameter, None, None) for parameter in trained] if groups is None else list(_split(trained, groups))
     limit = min(limit, sum(part.nbytes for part in rows) // _LEAST_CHUNKS)
     filling: dict[tuple[object, ...], list[_Rows]] = {}
+    owned: Counter[int | None] = Counter()  # the bytes of each worker that are not in a chunk yet
     for part in reversed(rows):
-        kind = (part.owner is None, part.parameter.device, part.parameter.dtype)
-        filling.setdefault(kind, []).append(part)
-        size = sum(each.nbytes for each in filling[kind])
-        if size >= limit and _surplus(filling[kind], ranks) <= _MOST_SURPLUS * size:
-            yield _Chunk(filling.pop(kind))
-    yield from map(_Chunk, filling.values())
-
-
-def _surplus(parts: Iterable[_Rows], ranks: int) -> int:
-    """Return the bytes that are sent twice, because their worker has more than an even slice of a chunk."""
-    owned = [0] * ranks
-    for part in parts:
-        if part.owner is None:
-            return 0
+        parts = filling.setdefault((part.owner is None, part.parameter.device, part.parameter.dtype), [])
+        parts.append(part)
         owned[part.owner] += part.nbytes
-    return sum(max(0, size - sum(owned) // ranks) for size in owned)
+        if sum(one.nbytes for one in parts) < limit:
+            continue
+        if part.owner is None or Slices(tuple(owned[rank] for rank in range(ranks))).is_nearly_even:
+            yield _Chunk(list(parts))
+            for one in parts:
+                owned[one.owner] -= one.nbytes
+            parts.clear()
+    yield from (_Chunk(parts) for parts in filling.values() if parts)
 
 
 def _joined(parts: Sequence[_Rows], weight: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator, Plan
+from natgrad.distributed.buckets import Slices
 from natgrad.distributed.fsdp import Holders, from_blocks
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
@@ -16,68 +17,91 @@ from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows, h
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import LayerBlocks
 
+# The least number of messages, if there are as many groups of layers.
+_LEAST_MESSAGES = 8
+
 
 def share(
-    entries: Sequence[GroupGradients],
+    entries: Iterable[GroupGradients],
     plan: Plan[str],
     runtime: Communicator,
     failure_counters: FailureCounters,
-) -> None:
-    """Send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2).
+) -> list[GroupGradients]:
+    """Send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2); return them.
 
     Each worker sends V and ⟨V, W⟩ of every block to the other ranks of its row, and for every layer its level and its
-    number of failures, so that all ranks decide alike.
+    number of failures, so that all ranks decide alike. While `entries` are computed, earlier ones are being sent.
     """
-    buckets: dict[tuple[torch.device, torch.dtype], list[GroupGradients]] = {}
-    for entry in entries:
-        buckets.setdefault((entry.device, entry.dtype), []).append(entry)
     holders, row = Holders(runtime), plan.row(runtime.rank)
     runtime.subgroup(row)
-    for (device, dtype), bucket in buckets.items():
-        workers = [entry for entry in bucket if entry.group.role.is_gradient_worker]
-        sent = [_counters(entry, failure_counters) for entry in workers]
-        if any(has_shards(entry.group) for entry in bucket):
-            counters = torch.cat([torch.empty(0, dtype=dtype, device=device), *sent])
-            _share_rows(bucket, counters, row, runtime, holders, failure_counters)
-        else:
-            _share_whole(bucket, sent, row, runtime, failure_counters)
-        for entry, numbers in zip(workers, sent, strict=True):
-            _receive_counters(entry, numbers, failure_counters)
+    least = sum(layer.gradients for layer in plan.layers.values()) // _LEAST_MESSAGES
+    found: list[GroupGradients] = []
+    bucket: list[GroupGradients] = []
+    posted: list[Callable[[], None]] = []
+
+    def post() -> None:
+        shares = _share_rows if has_shards(bucket[0].group) else _share_whole
+        posted.append(shares(list(bucket), row, runtime, holders, failure_counters))
+        bucket.clear()
+
+    for entry in entries:
+        found.append(entry)
+        if bucket and _kind(bucket[0]) != _kind(entry):
+            post()
+        bucket.append(entry)
+        owned = Slices(tuple(sum(_numel(one) for one in bucket if one.group.role.server == rank) for rank in row))
+        if owned.total >= least and owned.is_nearly_even:
+            post()
+    if bucket:
+        post()
+    for finish in posted:
+        finish()
+    return found
+
+
+def _kind(entry: GroupGradients) -> tuple[object, ...]:
+    """Return what the entries of a message have in common."""
+    return entry.device, entry.dtype, has_shards(entry.group)
 
 
 def _share_whole(
     bucket: Sequence[GroupGradients],
-    counters: Sequence[Tensor],
     row: Sequence[int],
     runtime: Communicator,
+    _: Holders,
     failure_counters: FailureCounters,
-) -> None:
-    """Exchange whole gradients, each followed by its counters."""
+) -> Callable[[], None]:
+    """Start to exchange whole gradients, each followed by its counters; return a function that receives them."""
     entries = {rank: [entry for entry in bucket if entry.group.role.server == rank] for rank in row}
-    own = zip(entries[runtime.rank], counters, strict=True)
+    own = [(entry, _counters(entry, failure_counters)) for entry in entries[runtime.rank]]
     parts = [part for entry, numbers in own for part in (entry.V.reshape(-1), numbers)]
     local = torch.cat([torch.empty(0, dtype=bucket[0].dtype, device=bucket[0].device), *parts])
     sizes = {rank: [n for entry in entries[rank] for n in (_numel(entry), _counter_count(entry))] for rank in row}
-    shared = runtime.share_from_owners(local, [sum(sizes[rank]) for rank in row], "gradients", ranks=row)
-    for rank, vector in zip(row, shared, strict=True):
-        if rank == runtime.rank:
-            continue
-        pieces = iter(vector.split(sizes[rank]))
-        for entry in entries[rank]:
-            entry.V = next(pieces).view(entry.group.size, entry.group.outputs, entry.group.inputs)
-            _receive_counters(entry, next(pieces), failure_counters)
+    work = runtime.post_from_owners(local, [sum(sizes[rank]) for rank in row], "gradients", ranks=row)
+
+    def finish() -> None:
+        for rank, vector in zip(row, work.wait(), strict=True):
+            pieces = iter(vector.split(sizes[rank]))
+            for entry in entries[rank] if rank != runtime.rank else ():
+                entry.V = next(pieces).view(entry.group.size, entry.group.outputs, entry.group.inputs)
+                _receive_counters(entry, next(pieces), failure_counters)
+        for entry, numbers in own:
+            _receive_counters(entry, numbers, failure_counters)
+
+    return finish
 
 
 def _share_rows(
     entries: Sequence[GroupGradients],
-    counters: Tensor,
     row: Sequence[int],
     runtime: Communicator,
     holders: Holders,
     failure_counters: FailureCounters,
-) -> None:
-    """Send each rank of the row the rows that it holds (FSDP2)."""
+) -> Callable[[], None]:
+    """Start to send each rank of the row the rows that it holds (FSDP2); return a function that receives them."""
     workers = [entry for entry in entries if entry.group.role.is_gradient_worker]
+    own = [_counters(entry, failure_counters) for entry in workers]
+    counters = torch.cat([torch.empty(0, dtype=entries[0].dtype, device=entries[0].device), *own])
     for entry in workers:
         entry.clear_(~entry.inner.isfinite())  # a rank that receives some rows does not know their blocks
     whole = {id(entry): _whole(entry) for entry in workers}
@@ -94,51 +118,48 @@ def _share_rows(
     sizes = {
         rank: [
             *(_counter_count(entry) for entry in incoming[rank]),
-            *(size for entry in incoming[rank] for size in _sizes(entry, slots[id(entry)])),
+            *(
+                len(rows) * math.prod(slot.parameter.shape[1:])
+                for entry in incoming[rank]
+                for _, slot, rows in slots[id(entry)]
+            ),
         ]
         for rank in row
     }
     runtime.count("gradients", sum(message.nbytes for message in outgoing))
-    received = runtime.redistribute(outgoing, [sum(sizes[rank]) for rank in row], "gradients", ranks=row)
-    for rank, message in zip(row, received, strict=True):
-        vectors = message.split(sizes[rank])
-        values = iter(vectors[len(incoming[rank]) :])
-        for entry, numbers in zip(incoming[rank], vectors, strict=False):
-            if slots[id(entry)]:
+    work = runtime.post_redistribute(outgoing, [sum(sizes[rank]) for rank in row], "gradients", ranks=row)
+
+    def finish() -> None:
+        for rank, message in zip(row, work.wait(), strict=True):
+            vectors = message.split(sizes[rank])
+            values = iter(vectors[len(incoming[rank]) :])
+            for entry, numbers in zip(incoming[rank], vectors, strict=False):
                 entry.held = [
                     HeldRows(slot, rows, member.start, next(values)) for member, slot, rows in slots[id(entry)]
                 ]
-            else:
-                entry.V = next(values).view(entry.group.size, entry.group.outputs, entry.group.inputs)
+                _receive_counters(entry, numbers, failure_counters)
+        for entry, numbers in zip(workers, own, strict=True):
             _receive_counters(entry, numbers, failure_counters)
+
+    return finish
 
 
 def _held_slots(rank: int, entry: GroupGradients, holders: Holders) -> list[tuple[LayerBlocks, Slot, range]]:
-    """Return the rows of the parameters that `rank` holds. Empty: no parameter is sharded, and it holds all rows."""
-    if not has_shards(entry.group):
-        return []
+    """Return the rows of the parameters that `rank` holds."""
     slots = [(member, slot) for member in entry.members for slot in member.layer.slots]
     return [(member, slot, holders.rows(slot, rank)) for member, slot in slots]
 
 
 def _whole(entry: GroupGradients) -> list[Tensor]:
-    """Return V as tensors shaped as the parameters, if any is sharded."""
-    slots = [(member, slot) for member in entry.members for slot in member.layer.slots if has_shards(entry.group)]
+    """Return V as tensors shaped as the parameters."""
+    slots = [(member, slot) for member in entry.members for slot in member.layer.slots]
     return [from_blocks(member.layer, slot, entry.V[member.blocks, :, slot.columns]) for member, slot in slots]
 
 
 def _values_for(rank: int, entry: GroupGradients, whole: Sequence[Tensor], holders: Holders) -> list[Tensor]:
     """Return the part of V to send to `rank`, as vectors."""
     slots = _held_slots(rank, entry, holders)
-    if not slots:
-        return [entry.V.reshape(-1)]
     return [tensor[rows.start : rows.stop].reshape(-1) for tensor, (*_, rows) in zip(whole, slots, strict=True)]
-
-
-def _sizes(entry: GroupGradients, slots: Sequence[tuple[LayerBlocks, Slot, range]]) -> list[int]:
-    if not slots:
-        return [_numel(entry)]
-    return [len(rows) * math.prod(slot.parameter.shape[1:]) for _, slot, rows in slots]
 
 
 def _numel(entry: GroupGradients) -> int:
