@@ -82,8 +82,10 @@ class Trainer:
         )
 
     def passes(self, step):
-        x, y = (tensor.split(SPLITS[self.ranks])[self.rank] for tensor in batch(step))
-        parts = self.way.micro_batches
+        surprise = self.way.surprise if step == SURPRISED else ""
+        split = SPLITS[self.ranks][:: -1 if surprise == "other shares" else 1]
+        x, y = (tensor.split(split)[self.rank] for tensor in batch(step))
+        parts = 2 if surprise == "more passes" else self.way.micro_batches
         weight = 1 / parts if self.way.accumulation == "mean" and self.way.reduction == "mean" else 1.0
         # Of unequal pieces each is weighed by its samples, so that the ranks' means are those of all their samples.
         for index, (xs, ys) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)):
@@ -109,9 +111,9 @@ class Trainer:
         if surprise != "no samples" or self.rank > 0:
             self.passes(step)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        if surprise == "halved behind the back of autograd":
+        if surprise == "halved":
             for p in parameters:
-                p.grad.data.mul_(0.5)
+                p.grad.mul_(0.5)
         elif surprise == "replaced":
             for p in parameters:
                 p.grad = p.grad * 2
@@ -161,6 +163,37 @@ WAYS = {
 @pytest.mark.parametrize(("way", "count"), [(way, 2 + index % 3) for index, way in enumerate(WAYS)])
 def test_ways_to_train(ranks, way, count):
     assert_equal_to_one_process(ranks.run(count, train, WAYS[way]), WAYS[way])
+
+
+SURPRISES = ("halved", "replaced", "thrown away", "other shares", "more passes")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("surprise", SURPRISES)
+def test_what_happens_after_gradients_were_sent_counts(ranks, surprise, wrapped):
+    """The passes of a step send by the numbers of the last one."""
+    way = Way(surprise=surprise, wrapped=wrapped, placement="reduce-scatter")
+    assert_equal_to_one_process(ranks.run(2, train, way), way)
+
+
+def send(micro_batches):
+    """Return the bytes of gradients that the passes of some steps have sent, and those of the steps."""
+    trainer, sent = Trainer(Way(micro_batches=micro_batches, wrapped=False)), []
+    for step in range(3):
+        trainer.optimizer.zero_grad()
+        for part in (trainer.passes, lambda _: trainer.preconditioner.step()):
+            before = trainer.preconditioner.traffic()["gradients"]
+            part(step)
+            sent.append(trainer.preconditioner.traffic()["gradients"] - before)
+    return sent
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_are_sent_once_and_from_the_second_step_on_in_the_last_pass(ranks, micro_batches):
+    first, in_step, *later = ranks.run(2, send, micro_batches)[0]
+    assert first == 0
+    assert all(sent > 0 for sent in later)
+    assert later[0] + later[1] == later[2] + later[3] == in_step
 
 
 def test_a_rank_without_samples(ranks):

@@ -515,7 +515,7 @@ _add(
     "Gradients of ranks with different numbers of samples are averaged with equal weights.",
     "distributed/test_one_process.py",
     (
-        "preconditioner.gradients.reduction:reduce_gradients",
+        "preconditioner.gradients.reduction:GradientReduction.finish",
         "samples / total.where(total > 0, 1)",
         "1 / runtime.ranks + 0 * total",
     ),
@@ -524,7 +524,7 @@ _add(
     "reduce_scatter_rank",
     "A reduction of factors to their owner leaves out what rank 0 has sent.",
     "distributed/test_reduce_to_owners.py::test_ranks_equal_one_process",
-    ("distributed.communicator:Communicator._reduce_scatter", "return values.sum(0)", "return values[1:].sum(0)"),
+    ("distributed.communicator:Communicator._post_reduce_scatter", "return values.sum(0)", "return values[1:].sum(0)"),
 )
 _add(
     "surplus_shared",
@@ -537,7 +537,7 @@ _add(
     "What a rank owns beside its even share of a bucket lacks the sums that lie with others.",
     "distributed/test_reduced_gradients.py::test_ways_to_train",
     (
-        "distributed.communicator:Communicator.reduce_to_owners",
+        "distributed.communicator:Communicator.post_to_owners",
         "*found])",
         "*(run * 0 for run in found)])",
     ),
@@ -594,9 +594,9 @@ _add(
     "The shards of a gathered FSDP2 gradient are put together in reverse order of the ranks.",
     "distributed/test_one_process.py",
     (
-        "distributed.fsdp:collect_rows",
-        "zip(incoming, sizes, arrived, strict=True)",
-        "zip(incoming, sizes, arrived[::-1], strict=True)",
+        "distributed.fsdp:post_rows",
+        "zip(incoming, sizes, work.wait(), strict=True)",
+        "zip(incoming, sizes, work.wait()[::-1], strict=True)",
     ),
 )
 _add(

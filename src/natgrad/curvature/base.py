@@ -152,6 +152,10 @@ class Curvature(ABC):
             damping: γ of this step.
         """
 
+    def step_cost(self, d_out: int, d_in: int) -> float:
+        """Return the multiply-adds of `precondition` for a block; by default those of a product from each side."""
+        return float(d_out * d_in * (d_out + d_in))
+
     def rows_per_rank(self, samples: float, most: int, ranks: int) -> int:
         """Return how many rows each rank selects if statistics are gathered; by default all.
 

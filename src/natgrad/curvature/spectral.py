@@ -28,6 +28,8 @@ _SIZE = 0.2
 _NARROW_WORK = 2**21
 # Cost of an inverse root (eigendecomposition and one product), relative to a Cholesky inverse.
 _ROOT = 6.0
+# The Newton-Schulz steps that a singular value decomposition takes as long as.
+_EXACT_STEPS = 10
 
 
 class Spectral(Curvature):
@@ -200,6 +202,13 @@ class Spectral(Curvature):
     @override
     def trace(self, averages: Tensors, d_out: int) -> Tensor:
         return self.A.trace(averages["A"]) * self.G.trace(averages["G"])
+
+    @override
+    def step_cost(self, d_out: int, d_in: int) -> float:
+        side, long, short = d_in // self.offsets, max(d_out, d_in), min(d_out, d_in)
+        roots = d_out * d_in * (2 * side * self.A.full + d_out * self.G.full) if self.power else 0
+        steps = _EXACT_STEPS if self.steps is None else self.steps
+        return float(roots + (2 * long + 3 * steps * short) * short * short * (steps > 0))
 
     @override
     def precondition(

@@ -24,6 +24,7 @@ def make_plan(
     previous: Mapping[Key, Assignment] | None = None,
     *,
     factor_refreshes: float = 10.0,
+    steps: float = 0.0,
     share: int | None = None,
 ) -> Plan[Key]:
     """Assign the layers to ranks.
@@ -40,6 +41,7 @@ def make_plan(
         ranks: The number of ranks, P >= 1.
         previous: The assignments of layers that keep their workers.
         factor_refreshes: The number of factor refreshes for each inverse refresh, for the balance of "dp".
+        steps: The number of steps for each inverse refresh, for the balance of what workers alone precondition.
         share: The bytes that the curvature of a rank may take under "auto" without `Placement.memory`. None: no limit.
 
     Returns:
@@ -57,11 +59,11 @@ def make_plan(
         require(bool(previous) or not unknown, name, sorted(unknown)[:5], "numbers by the keys of the model's layers")
     limit = share if placement.memory is None else placement.memory
     first, *others = _candidates(placement, ranks)
-    plan = comm_opt = _assign(first, works, ranks, previous or {}, factor_refreshes)
+    plan = comm_opt = _assign(first, works, ranks, previous or {}, factor_refreshes, steps)
     for candidate in others:
         if limit is None or plan.most_held <= limit:
             break
-        plan = _assign(candidate, works, ranks, previous or {}, factor_refreshes)
+        plan = _assign(candidate, works, ranks, previous or {}, factor_refreshes, steps)
         reason = f"because 'comm-opt' would hold {mebibytes(comm_opt.most_held)} of at most {mebibytes(limit)}"
         plan = replace(plan, note=f"{plan.note}, {reason}")
     if not previous:  # a layer added during training raises no error
@@ -88,6 +90,7 @@ def _assign(
     ranks: int,
     previous: Mapping[Key, Assignment],
     factor_refreshes: float,
+    steps: float,
 ) -> Plan[Key]:
     """Return the plan of one placement other than "auto", as `make_plan` describes."""
     speeds = placement.speeds or (1.0,) * ranks
@@ -95,9 +98,8 @@ def _assign(
     workers = [tuple(range(column, ranks, columns)) for column in range(columns)]
     assignments = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
-    plan: Plan[Key] = Plan(
-        placement, ranks, columns, assignments, works, _weigh(placement, works, assignments, factor_refreshes), note
-    )
+    weights = _weigh(placement, works, assignments, factor_refreshes, steps if columns > 1 else 0)
+    plan: Plan[Key] = Plan(placement, ranks, columns, assignments, works, weights, note)
     column_of = _columns(plan, workers, speeds, previous)
     owners = _owners(plan, column_of, workers, speeds)
     return replace(
@@ -114,12 +116,13 @@ def _weigh(
     works: Mapping[Key, LayerDemand],
     assignments: Mapping[Key, Assignment],
     factor_refreshes: float,
+    steps: float,
 ) -> dict[Key, float]:
     """Return the work of each layer between two inverse refreshes: the measured cost, otherwise the modelled one.
 
     Modelled costs are scaled to the unit of the measured ones.
     """
-    modelled = {key: work.cost for key, work in works.items()}
+    modelled = {key: work.cost + steps * work.step for key, work in works.items()}
     positions = placement.positions or {}
     for key, work in works.items():
         if assignments[key].sums == "alone":  # otherwise all ranks build the factors

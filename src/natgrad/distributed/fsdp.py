@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad.distributed.communicator import Communicator, subgroup_of_world
+from natgrad.distributed.communicator import Communicator, Work, subgroup_of_world
 from natgrad.errors import require
 from natgrad.layers import Layer, Slot
 
@@ -343,15 +343,16 @@ class Holders:
         return self._known[key]
 
 
-def collect_rows(
+def post_rows(
     wanted: Iterable[tuple[Slot, tuple[int, ...]]],
     of: Callable[[Slot, range], Tensor],
     runtime: Communicator,
     kind: str,
-) -> dict[int, Tensor]:
-    """Send all rows of sharded parameters to the ranks that want them, and return whole tensors by ``id``; collective.
+) -> Callable[[], dict[int, Tensor]]:
+    """Start to send all rows of sharded parameters to the ranks that want them; collective.
 
-    `wanted` is equal on all ranks, `of` returns rows that this rank holds. Plain parameters are left out.
+    `wanted` is equal on all ranks, `of` returns rows that this rank holds. Plain parameters are left out. The result is
+    a function that returns whole tensors by ``id``.
     """
     holders = Holders(runtime)
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Slot, tuple[int, ...]]]] = {}
@@ -359,6 +360,7 @@ def collect_rows(
         if is_sharded(slot.parameter):
             kinds.setdefault((slot.parameter.device, slot.parameter.dtype), []).append((slot, receivers))
     gathered: dict[int, Tensor] = {}
+    posted: list[tuple[Work, list[list[tuple[Slot, range]]], list[list[int]]]] = []
     for (device, dtype), slots in kinds.items():
         nothing = torch.empty(0, dtype=dtype, device=device)
         outgoing: list[list[Tensor]] = [[nothing] for _ in range(runtime.ranks)]
@@ -379,8 +381,13 @@ def collect_rows(
         messages = [torch.cat(parts) for parts in outgoing]
         runtime.count(kind, sum(message.nbytes for message in messages))
         sizes = [[len(rows) * math.prod(slot.parameter.shape[1:]) for slot, rows in parts] for parts in incoming]
-        arrived = runtime.redistribute(messages, list(map(sum, sizes)), kind)
-        for parts, lengths, message in zip(incoming, sizes, arrived, strict=True):
-            for (slot, rows), vector in zip(parts, message.split(lengths), strict=True):
-                put_rows(gathered, slot, rows.start, vector)
-    return gathered
+        posted.append((runtime.post_redistribute(messages, list(map(sum, sizes)), kind), incoming, sizes))
+
+    def finish() -> dict[int, Tensor]:
+        for work, incoming, sizes in posted:
+            for parts, lengths, message in zip(incoming, sizes, work.wait(), strict=True):
+                for (slot, rows), vector in zip(parts, message.split(lengths), strict=True):
+                    put_rows(gathered, slot, rows.start, vector)
+        return gathered
+
+    return finish

@@ -29,7 +29,9 @@ class Placement:
     - "auto" (KAISA's rule): "comm-opt" if its curvature fits in `memory`, else the largest "hybrid" that does, else
       "mem-opt". Without `memory`, the curvature of a rank may take a quarter of the memory of its device, or on the
       host a quarter of the machine's memory divided by the number of ranks. Curvatures that need "comm-opt" (EKFAC),
-      or whose size depends on the batch (SNGD, HyLo), use "comm-opt". The choice is made once, at construction.
+      or whose size depends on the batch (SNGD, HyLo), use "comm-opt". Others use "reduce-scatter" where natgrad
+      averages the gradients (``gradients="reduce"``), because no message is then longer for having one worker. The
+      choice is made once, at construction.
 
     Attributes:
         name: One of the names above, one registered with `natgrad.register_placement`, or a `natgrad.PlacementRule`.

@@ -214,6 +214,7 @@ class Preconditioner:
             ranks=runtime.ranks,
             refresh=refresh,
             factor=by_kind.factor,
+            reduces=gradients == "reduce" and runtime.ranks > 1,
         )
         covered = structure.coverage.layers
         names = [layer.name for layer, _ in covered]

@@ -25,6 +25,9 @@ from natgrad.state.block_group import BlockGroup, RankRole
 from natgrad.state.decisions import DecisionState, check_use
 from natgrad.state.tensors import packed_shape, spec_dtype
 
+# The least number of steps that the balance of workers counts for each inverse refresh; many intervals begin with 1.
+_STEPS = 10.0
+
 
 class Structure:
     """Which layers a model has, the groups of their blocks, and the ranks that work for them."""
@@ -40,11 +43,15 @@ class Structure:
         ranks: int,
         refresh: RefreshRule | None = None,
         factor: Callable[[Layer], float] = lambda _: 1.0,
+        reduces: bool = False,
     ) -> None:
-        """Cover the layers of `root`, with a `factor` of γ for each; no tensor is made."""
+        """Cover the layers of `root`, with a `factor` of γ for each; no tensor is made.
+
+        `reduces`: natgrad itself averages the gradients of several ranks.
+        """
         self.root, self._curvature, self.precision = root, curvature, precision
         self._placement, self._rank, self._ranks = placement, rank, ranks
-        self._refresh, self._factor = refresh, factor
+        self._refresh, self._factor, self._reduces = refresh, factor, reduces
         self._sharded = reshard(root.modules())
         self._assignments: dict[str, Assignment] = {}
         self._build()
@@ -111,14 +118,15 @@ class Structure:
             computed_for(own) or gathered(own)
             for own in (statistics_of(curvature, layer) for layer, curvature in self.coverage.layers)
         )
-        if placement.name == "auto" and needs_comm_opt:
-            placement = replace(placement, name="comm-opt")
+        if placement.name == "auto" and (needs_comm_opt or self._reduces):
+            placement = replace(placement, name="comm-opt" if needs_comm_opt else "reduce-scatter")
         plan = make_plan(
             placement,
             works,
             self._ranks,
             self._assignments,
             factor_refreshes=factor_refreshes,
+            steps=_STEPS if self._refresh is None else max(_STEPS, self._refresh.inverse_interval(0)),
             share=_memory_share(self.coverage.layers, self._ranks),
         )
         self._placement = plan.placement
@@ -209,6 +217,7 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
         results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
         rows=held_rows if rows else None,
         gradients=n * prod(sizes),
+        step=n * curvature.step_cost(*sizes),
         is_sharded=any(is_sharded(slot.parameter) for slot in layer.slots),
         blocks=n,
         averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),

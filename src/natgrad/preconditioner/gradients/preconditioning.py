@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator
-from natgrad.distributed.fsdp import collect_rows, held_rows
+from natgrad.distributed.fsdp import held_rows, post_rows
 from natgrad.errors import NatgradError
 from natgrad.layers import Slot
 from natgrad.linalg.device import known_between, known_finite, on_host
@@ -25,6 +25,8 @@ from natgrad.state.tensors import along
 
 # Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.
 _BUCKET = 2**26
+# The least number of such messages, if there are as many groups, so that one is sent while another is preconditioned.
+_LEAST_BUCKETS = 8
 # The bytes of gradients that are preconditioned together, which bounds the memory of intermediate results.
 _PIECE = 2**26
 # From this number of elements on, inner products on a CPU are computed one by one.
@@ -38,10 +40,9 @@ def precondition(
 
     If the optimizer `skips` this step (bool; None: it does not), none is usable, and no state changes.
     Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all groups,
-    the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of one group.
+    the collected ones of twice `_BUCKET` bytes or of the two largest groups, and the raw ones of one group.
     """
-    for bucket in _buckets(_collect(groups, shared=shared)):
-        received = _receive_rows(bucket, runtime)
+    for bucket, received in _received(_buckets(_collect(groups, shared=shared)), runtime):
         for entry in bucket:
             if entry.group.role.is_gradient_worker:
                 with profiled("precondition"):
@@ -50,7 +51,6 @@ def precondition(
                     entry.V = _solve(entry.group, entry.members, entry.W, damping, skips)
                     _check(entry, skips)
             yield entry
-        del received  # before the next ones are collected
 
 
 def clear_unusable(entries: Sequence[GroupGradients], failures: FailureCounters) -> None:
@@ -158,10 +158,10 @@ def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]
     """Yield groups whose sharded gradients are collected together; the same on all ranks."""
     bucket: list[GroupGradients] = []
     size = 0
-    for entry in entries:
-        group = entry.group
-        added = group.size * group.outputs * group.inputs * entry.dtype.itemsize
-        if bucket and size + added > _BUCKET:
+    sizes = [one.group.size * one.group.outputs * one.group.inputs * one.dtype.itemsize for one in entries]
+    limit = min(_BUCKET, sum(sizes) // _LEAST_BUCKETS)
+    for entry, added in zip(entries, sizes, strict=True):
+        if bucket and size + added > limit:
             yield bucket
             bucket, size = [], 0
         bucket.append(entry)
@@ -170,8 +170,22 @@ def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]
         yield bucket
 
 
-def _receive_rows(bucket: Sequence[GroupGradients], runtime: Communicator) -> dict[int, Tensor]:
-    """Send each worker all rows of its sharded gradients, and return those received by the parameter's ``id``.
+def _received(
+    buckets: Iterable[list[GroupGradients]], runtime: Communicator
+) -> Iterator[tuple[list[GroupGradients], dict[int, Tensor]]]:
+    """Yield groups with the rows of `_post_rows`, while those of the next groups are being sent."""
+    waiting: tuple[list[GroupGradients], Callable[[], dict[int, Tensor]]] | None = None
+    for bucket in buckets:
+        following = bucket, _post_rows(bucket, runtime)
+        if waiting is not None:
+            yield waiting[0], waiting[1]()
+        waiting = following
+    if waiting is not None:
+        yield waiting[0], waiting[1]()
+
+
+def _post_rows(bucket: Sequence[GroupGradients], runtime: Communicator) -> Callable[[], dict[int, Tensor]]:
+    """Start to send each worker all rows of its sharded gradients; the result returns them by the parameter's ``id``.
 
     The rows come from the S ranks of the worker's copy of the model (under HSDP one replica, otherwise all ranks).
     Each other rank of these sends 1 / S of a layer's gradient.
@@ -182,7 +196,7 @@ def _receive_rows(bucket: Sequence[GroupGradients], runtime: Communicator) -> di
         for member in entry.members
         for slot in member.layer.slots
     ]
-    return collect_rows(wanted, _gradient_rows, runtime, "gradients")
+    return post_rows(wanted, _gradient_rows, runtime, "gradients")
 
 
 def _gradient_rows(slot: Slot, rows: range) -> Tensor:
