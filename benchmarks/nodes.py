@@ -160,23 +160,23 @@ def kfac_pytorch(wrapper: Wrapper, factors: int, fraction: float) -> Training:
 
 
 def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
-    """Return every contender by name; AdamW first."""
+    """Return every contender by name, AdamW first; "reduce": natgrad averages the gradients itself."""
     found: dict[str, Callable[[Wrapper], Training]] = {ADAMW: adamw, "torch.optim.Muon": muon}
+    reduce = {"gradients": "reduce"} if wrapper == "ddp" else None
     for placement in ("comm-opt", "mem-opt"):
         found[f"natural Muon, {placement}"] = partial(natural_muon, placement=placement)
-    if wrapper == "ddp":
-        for placement in ("comm-opt", "mem-opt"):
-            options = {"placement": placement, "gradients": "reduce"}
-            found[f"natural Muon, {placement}, reduce"] = partial(natural_muon, **options)
+    if reduce is not None:
+        found["natural Muon, reduce"] = partial(natural_muon, **reduce)
     placements = ("comm-opt", "mem-opt", "reduce-scatter", "background", "dp")
     for factors, chosen in ((10, placements[:2]), (1, placements)):
+        name = f"({factors}, {10 * factors})"
         for placement in chosen:
-            name = f"K-FAC ({factors}, {10 * factors}), {placement}"
-            found[name] = partial(kfac, factors=factors, placement=placement)
+            found[f"K-FAC {name}, {placement}"] = partial(kfac, factors=factors, placement=placement)
+        if reduce is not None:
+            found[f"K-FAC {name}, reduce"] = partial(kfac, factors=factors, **reduce)
         if KFAC_PYTORCH and wrapper == "ddp":
             for fraction, placement in ((1.0, "comm-opt"), (0.0, "mem-opt")):
-                name = f"kfac-pytorch ({factors}, {10 * factors}), {placement}"
-                found[name] = partial(kfac_pytorch, factors=factors, fraction=fraction)
+                found[f"kfac-pytorch {name}, {placement}"] = partial(kfac_pytorch, factors=factors, fraction=fraction)
     return found
 
 

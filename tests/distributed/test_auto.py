@@ -19,7 +19,7 @@ def wide():
 
 def build(memory):
     try:
-        made = natgrad.Preconditioner(wide(), placement=natgrad.Placement(memory=memory), gradients="reduce")
+        made = natgrad.Preconditioner(wide(), placement=natgrad.Placement(memory=memory))
     except ValueError as error:
         return str(error)
     return made.plan.placement, made.plan.assignments, made.plan.note, made.explain().note, made.traffic()
@@ -33,6 +33,14 @@ def test_all_ranks_choose_alike_without_a_message(ranks):
     assert note in explained
     assert not any(traffic.values())
     assert all(other == first for other in others)
+
+
+def reduce():
+    return str(natgrad.Preconditioner(wide(), gradients="reduce").plan.placement)
+
+
+def test_where_natgrad_averages_gradients_each_layer_has_one_worker(ranks):
+    assert ranks.run(2, reduce) == ["reduce-scatter"] * 2
 
 
 def test_too_little_memory_names_the_least_that_would_do(ranks):

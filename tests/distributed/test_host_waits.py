@@ -17,6 +17,7 @@ from tests.distributed.jobs import Job, Training, batch, share
 
 READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "unique_consecutive", "masked_select"}
 ON_THE_CPU_ALONE = {
+    ("communicator.py", "any_on_host"),
     ("audit.py", "report"),  # in the first steps, after the step before
     ("device.py", "known_all"),
     ("device.py", "known_between"),

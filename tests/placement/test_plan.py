@@ -5,10 +5,16 @@ from itertools import product
 from time import perf_counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import natgrad
 from natgrad.distributed import Assignment, LayerDemand, Placement, make_plan, resolve
+from natgrad.linalg.precision import Precision
+from natgrad.preconditioner.coverage import cover
+from natgrad.preconditioner.structure import demand_of
 from tests.placement.layers import kfac, models, placements, ranks, resnet50, resnet50_positions
 
 pure = settings(max_examples=100, deadline=None, derandomize=True)
@@ -285,3 +291,21 @@ def test_bad_options(options):
 def test_bad_names(name):
     with pytest.raises(ValueError, match=r"placement=.* is not allowed"):
         resolve(name)
+
+
+@pytest.mark.parametrize("P", [2, 8, 64])
+def test_the_products_of_natural_muon_on_gpt2_are_as_even_as_whole_layers_allow(P):
+    with torch.device("meta"):
+        shapes = {"qkv": (768, 2304), "output": (768, 768), "up": (768, 3072), "down": (3072, 768)}
+        model = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()}) for _ in range(12)
+        )
+    layers = cover(model, natgrad.Spectral(power=0.25)).layers
+    works = {layer.key: demand_of(layer, curvature, Precision()) for layer, curvature in layers}
+    plan = make_plan(resolve("mem-opt"), works, P, steps=100)
+    loads = [0.0] * P
+    for key, assignment in plan.assignments.items():
+        loads[assignment.workers[0]] += works[key].step
+    busiest = max(range(P), key=loads.__getitem__)
+    least = min(works[key].step for key, assignment in plan.assignments.items() if assignment.workers == (busiest,))
+    assert max(loads) <= 1.1 * sum(loads) / P or min(loads) + least >= max(loads)

@@ -205,10 +205,9 @@ class Spectral(Curvature):
 
     @override
     def step_cost(self, d_out: int, d_in: int) -> float:
-        side, long, short = d_in // self.offsets, max(d_out, d_in), min(d_out, d_in)
-        roots = d_out * d_in * (2 * side * self.A.full + d_out * self.G.full) if self.power else 0
+        long, short = max(d_out, d_in), min(d_out, d_in)
         steps = _EXACT_STEPS if self.steps is None else self.steps
-        return float(roots + (2 * long + 3 * steps * short) * short * short * (steps > 0))
+        return float((4 * long + 3 * steps * short) * short * short)  # roots on both sides, and the polar factor
 
     @override
     def precondition(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import log
 from typing import TypeVar, get_args
 
 import numpy as np
@@ -15,6 +16,9 @@ from natgrad.errors import require, require_one_of
 from natgrad.schedule import check_whole
 
 Key = TypeVar("Key", bound=Hashable)
+
+# Costs with a smaller ratio are taken for equal.
+_ALIKE = 1.05
 
 
 def make_plan(
@@ -45,8 +49,9 @@ def make_plan(
         share: The bytes that the curvature of a rank may take under "auto" without `Placement.memory`. None: no limit.
 
     Returns:
-        The plan, equal on all ranks: ties go to the lower rank, and equal costs keep their order. If all costs differ,
-        the order of `works` matters only for owners="round-robin".
+        The plan, equal on all ranks: ties go to the lower rank, and layers of about equal cost are taken by their
+        keys, so that the layers of each part of the model go to different workers, which can then send at once. The
+        order of `works` matters only for owners="round-robin", and where a layer has several workers and equal tasks.
 
     Raises:
         ValueError: if an option does not fit the number of ranks, or a rank would hold more than `Placement.memory`.
@@ -174,7 +179,8 @@ def _columns(
     # Sorted, because floating-point sums depend on the order, and the order of layers may differ.
     for key in _descending({key: weights[key] for key in kept}):
         load.add(kept[key], weights[key])
-    for key in _descending({key: weight for key, weight in weights.items() if key not in kept}):
+    rest = {key: weight for key, weight in weights.items() if key not in kept}
+    for key in sorted(rest, key=lambda key: (-round(log(rest[key] or 1.0, _ALIKE)), str(key))):
         column_of[key] = load.add_to_least(weights[key])
     return column_of
 

@@ -183,9 +183,9 @@ class Communicator:
 
     def any_on_host(self, flag: bool) -> bool:
         """Return whether the flag of any rank is True; collective. The host does not wait for an accelerator."""
-        if self.group is None or device_of(self.group).type == "cpu":
-            return self.any(flag)
-        found, group = torch.tensor([float(flag)]), self.subgroup(range(self.ranks), _HOST)
+        on_host = self.group is None or device_of(self.group).type == "cpu"
+        group = self.group if on_host else self.subgroup(range(self.ranks), _HOST)
+        found = torch.tensor([float(flag)])
         self._run("counters", lambda: dist.all_reduce(found, group=group, async_op=True))
         return bool(found > 0)
 
