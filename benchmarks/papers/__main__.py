@@ -65,10 +65,14 @@ def write_page() -> None:
         parts += [f"## {figure.title}", f"`{name}`: {figure.paper}. Here: `{figure.task}`, embedded data."]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
         parts += [figure.note] if figure.note else []
-    missing = [f"- {each.title}: `{name}`." for name, each in FIGURES.items() if name not in found]
+    missing = [f"- {each.title}: `{name}`{_length(each)}." for name, each in FIGURES.items() if name not in found]
     parts += ["## Not yet run", "\n".join(missing)] if missing else []
     parts += ["## Elsewhere", "\n".join(f"- {name}: {reason}." for name, reason in ELSEWHERE.items())]
     PAGE.write_text("\n\n".join(parts) + "\n")
+
+
+def _length(figure: Figure) -> str:
+    return "" if figure.hours is None else f", about {figure.hours:g} hours on one processor"
 
 
 def main(
