@@ -170,9 +170,9 @@ class Preconditioner:
             guard: How natgrad reacts to numerical failures.
             gradients: "averaged": ``.grad`` is already averaged over the ranks (``DistributedDataParallel``, FSDP2).
                 "reduce": natgrad averages it in `step`, weighted by samples, and replaces the communication hook of
-                ``DistributedDataParallel``. If a layer has one worker, its gradient is sent to that rank only, while the
-                backward pass goes on, and comes back preconditioned: as many bytes in total as without natgrad. Until
-                then ``.grad`` is that of this rank's samples.
+                ``DistributedDataParallel``. If a layer has one worker, its gradient is sent to that rank only, during
+                the backward pass, and comes back preconditioned: as many bytes in total as without natgrad. Until then
+                ``.grad`` is that of this rank's samples.
             accumulation: With K backward passes per step, whether the loss is divided by K ("mean") or not ("sum").
             scaler: The ``GradScaler`` that scales the loss.
             seed: Seed of the labels drawn for the sampled Fisher. Each rank draws different labels.
