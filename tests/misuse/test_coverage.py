@@ -37,7 +37,7 @@ def test_the_largest_parameters_that_are_left_out_are_named():
     text = str(warning.message)
     assert "curvature for 35% of the elements of weight matrices" in text
     reason = "(its forward is not that of Linear)"
-    assert f"largest of which are 3.weight {reason}, 1.weight {reason}, 2.weight {reason}. See" in text
+    assert f"largest of which are 3.weight, 1.weight, 2.weight {reason}. See" in text
 
 
 @pytest.mark.parametrize(

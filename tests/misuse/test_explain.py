@@ -143,6 +143,8 @@ def test_optimizers_explain_themselves_and_say_what_moves_the_rest(monkeypatch):
     assert "Spectral" in text
     assert "AdamW: excluded by the pattern 'head'" in " ".join(str(optimizer.explain(full=True)).split())
     assert optimizer.metrics() == optimizer.preconditioner.metrics()
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    assert "nearest to the loss: head='adamw'" in str(natgrad.NaturalMuon(plain).explain())
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     preconditioner = natgrad.Preconditioner(model, {"blocks.*": natgrad.KFAC()}, optimizer=sgd)
     assert "moved by SGD alone" in str(natgrad.PreconditionedOptimizer(sgd, preconditioner).explain())

@@ -109,7 +109,7 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
     """Return the layers of `module`, whose qualified name is `name`, or the reason why it has none."""
     base = _base(module)
     if isinstance(module, nn.RNNBase) and base not in _REGISTERED:
-        return f"the fused kernel of nn.{module.mode.partition('_')[0]} hides its gates: use cells, such as nn.LSTMCell"
+        return f"nn.{module.mode.partition('_')[0]} hides its gates: use cells, such as nn.LSTMCell"
     if base is None and has_experts(module):
         return expert_layers(name, module)
     if base is None and not has_one_weight(module):

@@ -308,10 +308,14 @@ def warn_of_uncovered(coverage: Coverage) -> None:
     share = covered / max(1, covered + sum(prod(one.shape) for one in left))
     if not (coverage.layers and left) or share >= _ENOUGH:
         return
-    largest = ", ".join(f"{one.parameter} ({one.reason})" for one in left[:_NAMED])
+    named: dict[str, list[str]] = {}
+    for one in left[:_NAMED]:
+        named.setdefault(one.reason, []).append(one.parameter)
+    largest = ", ".join(f"{', '.join(parameters)} ({reason})" for reason, parameters in named.items())
     warn(
         f"natgrad has curvature for {share:.0%} of the elements of weight matrices. The optimizer moves the others "
-        f"without it, the largest of which are {largest}. See explain(). A pattern with None says that it is intended",
+        f"without it, the largest of which are {largest}. See explain(). If that is intended, say so by a pattern with "
+        "None, or in adamw= of NaturalMuon",
         "coverage",
     )
 
@@ -355,10 +359,15 @@ def _idle_patterns(model: nn.Module, curvature: Curvature | Curvatures) -> list[
     ]
 
 
+def excluded_by(key: str | type[nn.Module]) -> str:
+    """Return the reason of modules to which a pattern or class gives no curvature."""
+    return f"excluded by the {'pattern' if isinstance(key, str) else 'class'} {show_key(key)}"
+
+
 def _choose(place: Place, curvature: Curvature | Curvatures) -> tuple[Curvature | None, str]:
     if isinstance(curvature, Curvature):
         return curvature, ""
     for key, choice in curvature.items():
         if matches(key, place.name, place.module):
-            return choice, f"excluded by the {'pattern' if isinstance(key, str) else 'class'} {show_key(key)}"
+            return choice, excluded_by(key)
     return None, "no pattern or class matches its module"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
@@ -28,7 +29,8 @@ from natgrad.layers import layers_for
 from natgrad.linalg.device import multiplies_bfloat16, on_host
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.preconditioner.arguments import check_dense, unwrap
-from natgrad.preconditioner.coverage import Place, cover, places, unfrozen
+from natgrad.preconditioner.coverage import Place, cover, excluded_by, places, unfrozen
+from natgrad.preconditioner.explanation import Explanation
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.preconditioner.membership import Group, decayed
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer, step_unless
@@ -204,6 +206,7 @@ class NaturalMuon(PreconditionedOptimizer):
         update = _Update(list(covered.values()), *parts, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
         self._spectral = [one for one in curvature.values() if isinstance(one, Spectral) and one is not head]
         self._momentum, self._decay = float(momentum), decay
+        self._excluded_heads = set(map(excluded_by, found)) if head == "adamw" and heads is None else set()
         super().__init__(update, preconditioner, clip_norm=clip_norm)
         self._read_momentum()
         self._coverage = preconditioner._structure.coverage
@@ -214,6 +217,14 @@ class NaturalMuon(PreconditionedOptimizer):
     def __repr__(self) -> str:
         groups = repr(self.optimizer).replace(type(self.optimizer).__name__, "NaturalMuon", 1).removesuffix(")")
         return f"{groups}{self.preconditioner!r}\n)"  # as torch writes it
+
+    @override
+    def explain(self, full: bool = False) -> Explanation:
+        """Return what `natgrad.Preconditioner.explain` does, with AdamW as what moves the rest."""
+        found, heads = super().explain(full), self._excluded_heads
+        reason = "nearest to the loss: head='adamw'"
+        found.rows = [replace(row, reason=reason) if row.reason in heads else row for row in found.rows]
+        return found
 
     @property
     @override

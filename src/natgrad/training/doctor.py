@@ -72,12 +72,20 @@ def _version(package: str) -> str:
         return ""
 
 
+_OF_DEVELOPERS = ("dev", "docs", "integrations")
+
+
 def _extras() -> dict[str, str]:
     """Return what each extra of natgrad lacks, as text; the versions of packages are not compared."""
     wanted: dict[str, list[str]] = {}
     for requirement in (requires("natgrad") or []) if _version("natgrad") else []:
         found = re.match(r"([\w.-]+)(\[[\w,-]+\])?.*;.*\bextra == ['\"]([\w-]+)['\"]", requirement)
-        if found and found[1] != "natgrad" and not ("python_version <" in requirement and sys.version_info >= (3, 11)):
+        if (
+            found
+            and found[1] != "natgrad"
+            and found[3] not in _OF_DEVELOPERS
+            and not ("python_version <" in requirement and sys.version_info >= (3, 11))
+        ):
             wanted.setdefault(found[3], []).append(found[1])
     lacking = {extra: [name for name in names if not _version(name)] for extra, names in wanted.items()}
     return {f"[{extra}]": f"lacks {', '.join(names)}" if names else "installed" for extra, names in lacking.items()}

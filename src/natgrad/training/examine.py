@@ -167,7 +167,8 @@ def _pass(model: nn.Module, arguments: Sequence[tuple[str, Tensor]], given: Sequ
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # of the user's model
-        allowed = f"what the model takes: {type(error).__name__}: {error}"
+        allowed = "what the model takes, with random values; wrap a model that needs others, such as lengths"
+        allowed = f"{allowed} ({type(error).__name__}: {error})"
         raise ArgumentError("input", " ".join(given), allowed) from error
     found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     losses = [leaf.float().square().mean() for leaf in found]
