@@ -20,6 +20,7 @@ from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.calls import LayerCall, Pooled, Saved, outline
 from natgrad.capture.counts import Count, LossTerms, Reductions, is_broadcast
+from natgrad.capture.early import EarlyStatistics
 from natgrad.capture.forward import ForwardPasses
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.sampled import destination, differentiate_to, sources
@@ -54,6 +55,7 @@ class Capture:
         captured: The layers whose statistics this rank captures.
         rows: The rows of layers whose statistics are gathered.
         audit: Compares gradients with those that the hooks see.
+        gain: The factor of `StatisticsBuffer.close` in the last step.
         fills: Whether the last backward pass of the loss wrote into ``.grad``.
     """
 
@@ -81,6 +83,7 @@ class Capture:
         self.sums = StatisticsBuffer([], fused=False)
         self.rows = RowBuffer([], None)
         self.seconds = 0.0
+        self.gain: float | Tensor = 1.0
 
     def attach(self, groups: list[BlockGroup], sums: StatisticsBuffer, rows: RowBuffer) -> None:
         """Capture the layers of `groups` into `sums` and `rows`, in place of earlier ones."""
@@ -498,6 +501,18 @@ class Capture:
             self._discard_cleared_passes()
         with torch.no_grad():
             sums.send_complete(bucket.parameters(), self._complete, first=first)
+        self.seconds += perf_counter() - started
+
+    def send_sums(self, chunk: int) -> None:
+        """Send the statistics of the layers whose gradients are complete with a chunk of gradients."""
+        sums = self.sums
+        if not (isinstance(sums, EarlyStatistics) and self.wanted):
+            return
+        started = perf_counter()
+        with torch.no_grad():
+            for name in sums.layers_of(chunk):
+                self._complete(name)
+            sums.send(chunk, self.gain)
         self.seconds += perf_counter() - started
 
     def _complete(self, name: str) -> None:

@@ -341,11 +341,15 @@ class StatisticsBuffer:
             if self._fused:
                 assignment = group.role.assignment
                 destination = None if assignment.sums == "all" else assignment.workers
-                key: object = (group.dtype, group.device, assignment.sums, destination)
+                key: object = (group.dtype, group.device, assignment.sums, destination, self._chunk(name))
             else:
                 key = id(group)
             buckets.setdefault(key, []).append((group, member, statistics))
         return [Bucket(layers) for layers in buckets.values()]
+
+    def _chunk(self, layer: str) -> int:
+        """Return the number of the chunk of gradients with which the sums of a layer are sent."""
+        return 0
 
     def collects(self, layer: str) -> bool:
         """Return whether any statistics of a layer are collected."""
@@ -401,19 +405,10 @@ class StatisticsBuffer:
                 bucket.wait()
             elif bucket.role.assignment.sums == "worker" and runtime.ranks > 1:
                 buffer = bucket.allocate()
-                to_workers.setdefault((buffer.dtype, buffer.device), []).append(bucket)
+                to_workers.setdefault((buffer.dtype, buffer.device, self._chunk(bucket.names[0])), []).append(bucket)
         for buckets in to_workers.values():
-            self._reduce_to_workers(buckets, runtime, wire)
-
-    def _reduce_to_workers(self, buckets: list[Bucket], runtime: Communicator, wire: torch.dtype | None) -> None:
-        """Sum buckets of one dtype and device on the one worker of each."""
-        nothing = buckets[0].allocate()[:0]
-        parts = {bucket.role.server: bucket.messages(wire) for bucket in buckets}
-        for index, (_, sent) in enumerate(buckets[0].messages(wire)):
-            vectors = [parts[rank][index][0] if rank in parts else nothing for rank in range(runtime.ranks)]
-            summed = runtime.reduce_to_owners(vectors, "factors", sent)
-            if runtime.rank in parts:
-                parts[runtime.rank][index][0].copy_(summed)
+            for work in post_to_workers(buckets, runtime, wire, runtime.group):
+                work.wait()
 
     def post(self, runtime: Communicator, wire: torch.dtype | None) -> None:
         """Start `reduce` in a separate queue, which requires that all ranks receive all sums."""
@@ -454,6 +449,20 @@ class StatisticsBuffer:
 
     def abandon(self) -> None:
         """Drop the sums in progress; collective."""
+
+
+def post_to_workers(
+    buckets: Sequence[Bucket], runtime: Communicator, wire: torch.dtype | None, group: ProcessGroup | None
+) -> list[Work]:
+    """Start to sum buckets of one dtype and device on the one worker of each, which then holds the sums."""
+    nothing = buckets[0].allocate()[:0]
+    parts = {bucket.role.server: bucket.messages(wire) for bucket in buckets}
+    works = []
+    for index, (_, sent) in enumerate(buckets[0].messages(wire)):
+        vectors = [parts[rank][index][0] if rank in parts else nothing for rank in range(runtime.ranks)]
+        work = runtime.post_to_owners(vectors, "factors", sent, group)
+        works.append(work.then(vectors[runtime.rank].copy_))
+    return works
 
 
 class RowBuffer:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.counts import DEFAULT_REDUCTION, Count, Reduction, Reductions
+from natgrad.capture.early import EarlyStatistics
 from natgrad.capture.hooks import Hooks
 from natgrad.capture.pipelined import BucketedStatistics, listen
 from natgrad.capture.sampled import LabelSampler
@@ -476,7 +477,7 @@ class Preconditioner:
             if device is not None and (scaling.reduces or capture.wanted or capture.rows.wanted):
                 known = [flag for flag in (scaling.skip_step(runtime, device), self._skips) if flag is not None]
                 capture.sums.skip_step = torch.stack([flag.to(device) for flag in known]).any() if known else None
-            return scaling.of_gradients(
+            scale = scaling.of_gradients(
                 self._reduction,
                 runtime,
                 structure.groups[0].device if structure.groups else None,
@@ -486,6 +487,10 @@ class Preconditioner:
                 step=self._progress.step,
                 counted=count is None,
             )
+            if self._reduction is not None and not self._reduction.has_sent:
+                capture.sums.abandon()
+            capture.gain = self._gain
+            return scale
 
     def _shares(self, count: Count | None) -> Shares:
         """Return the part of each layer's samples or tokens that counts, if statistics need it."""
@@ -660,7 +665,8 @@ class Preconditioner:
             plan = structure.plan
             owned = structure.groups if plan.columns == plan.ranks else None
             chunk = plan.placement.bucket
-            self._reduction = GradientReduction(structure.root, owned, self._communicator, chunk=chunk)
+            sends = self._capture.send_sums
+            self._reduction = GradientReduction(structure.root, owned, self._communicator, chunk=chunk, posted=sends)
         if not self._detached:
             rows = RowBuffer(structure.gathered, structure.precision.wire if several else None)
             self._capture.attach(structure.groups, self._empty_sums(), rows)
@@ -677,8 +683,12 @@ class Preconditioner:
 
     def _empty_sums(self) -> StatisticsBuffer:
         """Return an empty buffer for the statistics of all layers, with the buckets of the placement."""
-        structure, runtime = self._structure, self._communicator
+        structure, runtime, reduction = self._structure, self._communicator, self._reduction
         placement, several = structure.plan.placement, runtime.ranks > 1
+        if reduction is not None and several and not placement.rule.renews_in_background:
+            layers = [layer for layer, _ in structure.coverage.layers]
+            chunk_of = {layer.name: reduction.last_chunk(slot.parameter for slot in layer.slots) for layer in layers}
+            return EarlyStatistics(structure.summed, chunk_of=chunk_of, runtime=runtime, wire=structure.precision.wire)
         if not (placement.rule.sends_during_backward and several):
             return StatisticsBuffer(structure.summed, fused=several)
         return BucketedStatistics(

@@ -102,16 +102,29 @@ class _Chunk:
 
 
 class GradientReduction:
-    """Averages ``.grad`` of a model over the ranks."""
+    """Averages ``.grad`` of a model over the ranks.
+
+    Attributes:
+        has_sent: Whether the gradients of the last step were sent by its passes, or by all ranks as by these.
+    """
 
     def __init__(
-        self, model: nn.Module, groups: Sequence[BlockGroup] | None, runtime: Communicator, *, chunk: int
+        self,
+        model: nn.Module,
+        groups: Sequence[BlockGroup] | None,
+        runtime: Communicator,
+        *,
+        chunk: int,
+        posted: Callable[[int], None],
     ) -> None:
         """Cut the gradients into chunks of about `chunk` bytes, and listen to the backward passes.
 
         With `groups` only the worker of each layer receives its gradient; on other ranks ``.grad`` stays unchanged.
+        After each chunk that is sent by the numbers of the last step, `posted` is called with its number.
         """
         self._model, self._groups, self._runtime, self._limit = model, groups, runtime, chunk
+        self._call_posted: Callable[[int], None] | None = posted
+        self.has_sent = False
         self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         # What the last step has shown, by which the passes of this one send. None: this step sends by itself.
@@ -163,9 +176,16 @@ class GradientReduction:
             self._post_next()
 
     def _post_next(self) -> None:
-        chunk = self._chunks[len(self._posted)]
-        self._posted.append(chunk.post(self._runtime, self._weight))
-        self._sent |= chunk.parameters
+        index = len(self._posted)
+        self._posted.append(self._chunks[index].post(self._runtime, self._weight))
+        self._sent |= self._chunks[index].parameters
+        if self._expected is not None and self._call_posted is not None:
+            self._call_posted(index)
+
+    def last_chunk(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return the number of the last chunk that has rows of these parameters."""
+        ids = set(map(id, parameters))
+        return max((index for index, chunk in enumerate(self._chunks) if chunk.parameters & ids), default=0)
 
     def _note_versions(self) -> None:
         known = ((id(parameter), parameter.grad) for parameter in self._trained if id(parameter) in self._sent)
@@ -204,8 +224,12 @@ class GradientReduction:
         runtime, numbers = self._runtime, (samples, passes) if predictable else None
         is_outdated = self._present()[1] != self._kinds
         is_sent = self._expected is not None and self._complete(is_right=numbers == self._expected and not is_outdated)
+        self.has_sent = is_sent
+        if not is_sent:
+            self._expected = None
         if is_outdated:
             self._restart()
+            self._call_posted = None  # its numbers are those of other chunks
         if runtime.ranks == 1 or not self._trained:
             return 1.0 / max(1, samples) if summed else 1.0
         total = _exchange_counters(self._trained, runtime, samples, step)

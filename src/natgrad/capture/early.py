@@ -1,0 +1,88 @@
+"""Statistics that are sent with the gradients that natgrad averages, during the backward pass (Osawa 2019).
+
+Whether a pass is the last one of a step is known only in the step (`natgrad.preconditioner.gradients.reduction`). So
+copies are sent, and the sums themselves stay until all ranks know that these were right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+
+import torch
+from typing_extensions import override
+
+from natgrad.capture.sums import Bucket, StatisticsBuffer, post_to_workers
+from natgrad.distributed import Communicator
+from natgrad.distributed.communicator import Work
+from natgrad.state.block_group import BlockGroup
+
+
+class EarlyStatistics(StatisticsBuffer):
+    """Raw sums of which copies are sent when the gradients of their layers have been sent."""
+
+    def __init__(
+        self,
+        groups: Sequence[BlockGroup],
+        *,
+        chunk_of: Mapping[str, int],
+        runtime: Communicator,
+        wire: torch.dtype | None,
+    ) -> None:
+        """Lay out buckets for each chunk of gradients; `chunk_of` has the number of that of each layer."""
+        self._chunk_of, self._runtime, self._wire = chunk_of, runtime, wire
+        self._sent: list[tuple[Bucket, Bucket]] = []  # buckets with their copies
+        self._works: list[Work] = []
+        super().__init__(groups, fused=True)
+
+    @override
+    def _chunk(self, layer: str) -> int:
+        return self._chunk_of[layer]
+
+    def layers_of(self, chunk: int) -> list[str]:
+        """Return the layers whose sums are sent with a chunk of gradients."""
+        return [name for name in self._specs if self._chunk_of[name] == chunk]
+
+    def send(self, chunk: int, gain: float | torch.Tensor) -> None:
+        """Send copies of the sums of the layers of a chunk; `gain` as of `close`."""
+        to_workers: dict[object, list[Bucket]] = {}
+        for bucket in self._buckets:
+            where = bucket.role.assignment.sums
+            if where == "alone" or self._chunk_of[bucket.names[0]] != chunk:
+                continue
+            sent = copy(bucket)
+            sent.release()
+            buffer = sent.allocate().copy_(bucket.allocate())
+            sent.close(self.sample_counts, {}, gain)
+            self._sent.append((bucket, sent))
+            if where == "all":
+                sent.post(self._runtime, self._wire, self._runtime.gradients)
+            else:
+                to_workers.setdefault((buffer.dtype, buffer.device), []).append(sent)
+        for buckets in to_workers.values():
+            self._works += post_to_workers(buckets, self._runtime, self._wire, self._runtime.gradients)
+
+    @override
+    def reduce(self, runtime: Communicator, wire: torch.dtype | None) -> None:
+        if not self._sent:
+            super().reduce(runtime, wire)
+            return
+        for work in self._works:
+            work.wait()
+        for bucket, sent in self._sent:
+            sent.wait()
+            bucket.buffer, bucket.views = sent.buffer, sent.views
+        self._sent, self._works = [], []
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self.abandon()
+
+    @override
+    def abandon(self) -> None:
+        for work in self._works:
+            work.drop()
+        for _, sent in self._sent:
+            sent.drop()
+        self._sent, self._works = [], []
