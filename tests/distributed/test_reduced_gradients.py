@@ -15,7 +15,7 @@ import natgrad
 from tests.distributed.jobs import batch, place
 
 SPLITS = {1: [12], 2: [9, 3], 3: [5, 1, 6], 4: [5, 1, 4, 2]}
-STEPS = 6
+STEPS = 7  # the last one decomposes what the surprise leaves
 SURPRISED = 4  # the step in which something happens to the gradients
 
 
@@ -176,24 +176,31 @@ def test_what_happens_after_gradients_were_sent_counts(ranks, surprise, wrapped)
     assert_equal_to_one_process(ranks.run(2, train, way), way)
 
 
-def send(micro_batches):
-    """Return the bytes of gradients that the passes of some steps have sent, and those of the steps."""
-    trainer, sent = Trainer(Way(micro_batches=micro_batches, wrapped=False)), []
+def send(kind, micro_batches=1, placement="mem-opt"):
+    """Return the bytes of a kind that the passes of some steps have sent, and those of the steps."""
+    trainer, sent = Trainer(Way(placement=placement, micro_batches=micro_batches, wrapped=False)), []
     for step in range(3):
         trainer.optimizer.zero_grad()
         for part in (trainer.passes, lambda _: trainer.preconditioner.step()):
-            before = trainer.preconditioner.traffic()["gradients"]
+            before = trainer.preconditioner.traffic()[kind]
             part(step)
-            sent.append(trainer.preconditioner.traffic()["gradients"] - before)
+            sent.append(trainer.preconditioner.traffic()[kind] - before)
     return sent
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_gradients_are_sent_once_and_from_the_second_step_on_in_the_last_pass(ranks, micro_batches):
-    first, in_step, *later = ranks.run(2, send, micro_batches)[0]
+    first, in_step, *later = ranks.run(2, send, "gradients", micro_batches)[0]
     assert first == 0
     assert all(sent > 0 for sent in later)
     assert later[0] + later[1] == later[2] + later[3] == in_step
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter"])
+def test_factors_are_sent_with_them(ranks, placement):
+    for first, in_step, nothing, nor_here, in_pass, rest in ranks.run(2, send, "factors", 1, placement):
+        assert first == nothing == nor_here == 0 < in_step
+        assert 0 < in_pass <= in_pass + rest <= 1.3 * in_step  # in pieces of some layers they are less even
 
 
 def test_a_rank_without_samples(ranks):

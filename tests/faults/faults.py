@@ -531,6 +531,16 @@ _add(
     ),
 )
 _add(
+    "early_factors",
+    "Factors that a pass has sent are used although it was not the last one.",
+    "distributed/test_reduced_gradients.py::test_what_happens_after_gradients_were_sent_counts",
+    (
+        "preconditioner.preconditioner:Preconditioner._reduce_gradients",
+        "capture.sums.abandon()",
+        "pass",
+    ),
+)
+_add(
     "reduce_scatter_rank",
     "A reduction of factors to their owner leaves out what rank 0 has sent.",
     "distributed/test_reduce_to_owners.py::test_ranks_equal_one_process",
