@@ -168,7 +168,7 @@ def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
     if reduce is not None:
         found["natural Muon, reduce"] = partial(natural_muon, **reduce)
     placements = ("comm-opt", "mem-opt", "reduce-scatter", "background", "dp")
-    for factors, chosen in ((10, placements[:2]), (1, placements)):
+    for factors, chosen in ((10, placements[:2]), (1, placements if wrapper == "ddp" else ("mem-opt", "dp"))):
         name = f"({factors}, {10 * factors})"
         for placement in chosen:
             found[f"K-FAC {name}, {placement}"] = partial(kfac, factors=factors, placement=placement)
