@@ -7,7 +7,7 @@ The last bucket is sent in ``step``.
 
 A backward pass that DDP does not synchronize (``no_sync``) adds to the buckets that the next pass sends. A second
 synchronized pass before ``step`` sends its statistics separately, and the sums are added when they have arrived.
-Without DDP's hook (FSDP2, a communication hook of the user, ``gradients="reduce"``, no wrapper) all buckets are sent in
+Without DDP's hook (FSDP2, a communication hook of the user, no wrapper) all buckets are sent in
 ``step``.
 """
 
