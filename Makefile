@@ -26,6 +26,8 @@ DEMO := --set text.sequences=1472 --set text.context=64 --set text.width=64 --se
 demo: $(READY)  ## Compare natural Muon and K-FAC with AdamW and Muon on two built-in tasks (about 5 minutes)
 	$(RUN)natgrad compare text glyphs $(DEMO) --optimizers natural-muon,kfac,adamw,muon --workers 2 --first-seed 100 --tuned examples/demo --out runs/demo
 
+# With MALLOC_PERTURB_ glibc fills new memory with 0xfe, so that a test that reads what nothing has written fails each time.
+test: export MALLOC_PERTURB_ = 1
 test: $(READY)  ## Run the tests (COVERAGE=1: measure their branch coverage, which must be at least 90 %)
 ifdef COVERAGE
 	rm -f .coverage .coverage.*
