@@ -21,9 +21,9 @@ $(READY): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/torchvision --upgrade torchvision timm
 	@touch $@
 
-DEMO := --set text.sequences=1472 --set text.context=64 --set text.width=64 --set glyphs.images=1024 --batch-size 64 --epochs 7
+DEMO := --set text.sequences=1024 --set text.context=64 --set text.width=64 --set glyphs.images=1024 --batch-size 64 --epochs 6
 
-demo: $(READY)  ## Compare natural Muon and K-FAC with AdamW and Muon on two built-in tasks (about 5 minutes)
+demo: $(READY)  ## Compare natural Muon and K-FAC with AdamW and Muon on two built-in tasks (about 4 minutes)
 	$(RUN)natgrad compare text glyphs $(DEMO) --optimizers natural-muon,kfac,adamw,muon --workers 2 --first-seed 100 --tuned examples/demo --out runs/demo
 
 # With MALLOC_PERTURB_ glibc fills new memory with 0xfe, so that a test that reads what nothing has written fails each time.
