@@ -55,6 +55,10 @@ class Way:
     scale: float | None = None
 
 
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
 class Trainer:
     """A model in training by one way."""
 
@@ -105,6 +109,10 @@ class Trainer:
     def step(self, step):
         surprise = self.way.surprise if step == SURPRISED else ""
         self.optimizer.zero_grad()
+        if surprise == "halved by hooks":
+            for p in self.model.parameters():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(halve)
         if surprise == "thrown away":
             self.passes(step + 1)
             self.optimizer.zero_grad()
@@ -166,10 +174,12 @@ def test_ways_to_train(ranks, way, count):
 
 
 SURPRISES = ("halved", "replaced", "thrown away", "other shares", "more passes")
+UNWRAPPED = (*SURPRISES, "halved by hooks")  # DDP does not see what such hooks do
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("surprise", SURPRISES)
+@pytest.mark.parametrize(
+    ("surprise", "wrapped"), [*((surprise, True) for surprise in SURPRISES), *((one, False) for one in UNWRAPPED)]
+)
 def test_what_happens_after_gradients_were_sent_counts(ranks, surprise, wrapped):
     """The passes of a step send by the numbers of the last one."""
     # A mean over pieces of other sizes on each rank would not give the factors of one process.
@@ -219,6 +229,39 @@ def test_a_step_that_the_scaler_skips(ranks, placement):
     for parameters in results[1:]:
         assert all(torch.equal(value, results[0][name]) for name, value in parameters.items())
     assert all(value.isfinite().all() for value in results[0].values())
+
+
+def two_at_once(detaches):
+    """Train with two preconditioners: of two models with one loss, or the second in place of the first."""
+    rank, _ = place()
+    networks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(2)]
+    networks = networks[:1] * 2 if detaches else networks
+    for network in networks:
+        torch.manual_seed(0)
+        for parameter in network.parameters():
+            nn.init.normal_(parameter)
+    own = [natgrad.Preconditioner(networks[0], gradients="reduce")]
+    own += [] if detaches else [natgrad.Preconditioner(networks[1], gradients="reduce")]
+    for step in range(6):
+        if detaches and step == 3:
+            own[0].detach()
+            own.append(natgrad.Preconditioner(networks[1], gradients="reduce"))
+        for network in networks:
+            network.zero_grad()
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2 * step + rank), dtype=torch.float64)
+        if step != 3 or rank == 0:  # the other rank has no samples
+            sum(network(x).square().mean() for network in set(networks)).backward()
+        for preconditioner in own[-1:] if detaches else own:
+            preconditioner.step()
+        for parameter in (parameter for network in set(networks) for parameter in network.parameters()):
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+    return [parameter.detach() for network in networks for parameter in network.parameters()]
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+def test_two_preconditioners_and_a_rank_without_samples(ranks, detaches):
+    first, second = ranks.run(2, two_at_once, detaches)
+    assert all(torch.equal(value, other) and value.isfinite().all() for value, other in zip(first, second, strict=True))
 
 
 def told_twice():

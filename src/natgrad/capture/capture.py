@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 
 from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
@@ -503,7 +503,7 @@ class Capture:
             sums.send_complete(bucket.parameters(), self._complete, first=first)
         self.seconds += perf_counter() - started
 
-    def send_sums(self, chunk: int) -> None:
+    def send_sums(self, chunk: int, queue: ProcessGroup | None) -> None:
         """Send the statistics of the layers whose gradients are complete with a chunk of gradients."""
         sums = self.sums
         if not (isinstance(sums, EarlyStatistics) and self.wanted):
@@ -512,7 +512,7 @@ class Capture:
         with torch.no_grad():
             for name in sums.layers_of(chunk):
                 self._complete(name)
-            sums.send(chunk, self.gain)
+            sums.send(chunk, self.gain, queue)
         self.seconds += perf_counter() - started
 
     def _complete(self, name: str) -> None:

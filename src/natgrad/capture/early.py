@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 
 import torch
+from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from natgrad.capture.sums import Bucket, StatisticsBuffer, post_to_workers
@@ -43,8 +44,8 @@ class EarlyStatistics(StatisticsBuffer):
         """Return the layers whose sums are sent with a chunk of gradients."""
         return [name for name in self._specs if self._chunk_of[name] == chunk]
 
-    def send(self, chunk: int, gain: float | torch.Tensor) -> None:
-        """Send copies of the sums of the layers of a chunk; `gain` as of `close`."""
+    def send(self, chunk: int, gain: float | torch.Tensor, queue: ProcessGroup | None) -> None:
+        """Send copies of the sums of the layers of a chunk in a queue of messages; `gain` as of `close`."""
         to_workers: dict[object, list[Bucket]] = {}
         for bucket in self._buckets:
             where = bucket.role.assignment.sums
@@ -56,11 +57,11 @@ class EarlyStatistics(StatisticsBuffer):
             sent.close(self.sample_counts, {}, gain)
             self._sent.append((bucket, sent))
             if where == "all":
-                sent.post(self._runtime, self._wire, self._runtime.gradients)
+                sent.post(self._runtime, self._wire, queue)
             else:
                 to_workers.setdefault((buffer.dtype, buffer.device), []).append(sent)
         for buckets in to_workers.values():
-            self._works += post_to_workers(buckets, self._runtime, self._wire, self._runtime.gradients)
+            self._works += post_to_workers(buckets, self._runtime, self._wire, queue)
 
     @override
     def reduce(self, runtime: Communicator, wire: torch.dtype | None) -> None:

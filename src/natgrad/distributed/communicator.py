@@ -162,10 +162,11 @@ class Communicator:
         """A group of all ranks whose messages do not wait for those of other groups; the first access is collective."""
         return self.subgroup(range(self.ranks), "background")
 
-    @property
-    def gradients(self) -> dist.ProcessGroup | None:
-        """Another such group, for gradients that are sent during the backward pass."""
-        return self.subgroup(range(self.ranks), "gradients")
+    def new_queue(self) -> dist.ProcessGroup | None:
+        """Return another such group, which nothing else uses; collective."""
+        known = {} if self.group is None else _kept.get(self.group, {})
+        numbers = [purpose for _, purpose in known if purpose.startswith("queue")]
+        return self.subgroup(range(self.ranks), f"queue {len(numbers)}")
 
     # --- Objects and numbers ------------------------------------------------------------------------------------
 

@@ -39,7 +39,8 @@ class Placement:
             the nearest divisor of the number of ranks.
         owners: "balanced": tasks go to the least loaded rank, the largest first. "round-robin": in turn.
         speeds: The relative speed of each rank, equal on all ranks. None: all ranks are equally fast.
-        costs: Measured work by layer key, in any unit, equal on all ranks. That of other layers is modelled.
+        costs: Measured work by layer key between two decompositions, in any unit, equal on all ranks. That of other
+            layers is modelled.
         positions: The number of positions (samples × positions of a sample) of each layer in a rank's batch, by layer
             key, equal on all ranks. With it, "dp" balances the work of building factors besides decompositions.
         bucket: The largest size of a bucket of factors in bytes ("pipelined"). A bucket has at most an eighth of all

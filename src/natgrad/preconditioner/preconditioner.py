@@ -406,6 +406,8 @@ class Preconditioner:
         self.call_order.detach()
         self._hooks.detach(self._structure.root)
         self._capture.detach()
+        if self._reduction is not None:
+            self._reduction.detach()
         self._background.close()
         self._detached = True
 
@@ -659,14 +661,20 @@ class Preconditioner:
     def _attach(self) -> None:
         """Attach hooks to the present layers, and begin to capture their statistics."""
         structure, several = self._structure, self._communicator.ranks > 1
+        queue = None
         if self._reduction is not None:
             self._reduction.close()
+            queue = self._reduction.queue
         if self._scaling.reduces:
             plan = structure.plan
-            owned = structure.groups if plan.columns == plan.ranks else None
-            chunk = plan.placement.bucket
-            sends = self._capture.send_sums
-            self._reduction = GradientReduction(structure.root, owned, self._communicator, chunk=chunk, posted=sends)
+            self._reduction = GradientReduction(
+                self._model,
+                structure.groups if plan.columns == plan.ranks else None,
+                self._communicator,
+                chunk=plan.placement.bucket,
+                posted=self._capture.send_sums,
+                queue=queue,
+            )
         if not self._detached:
             rows = RowBuffer(structure.gathered, structure.precision.wire if several else None)
             self._capture.attach(structure.groups, self._empty_sums(), rows)
@@ -900,6 +908,8 @@ class Preconditioner:
         summed = scaling.reductions.single == "sum"
         untouched = self.call_order.written.untouched()
         try:
+            if self._reduction is not None:
+                self._reduction.paused = True
             with extra_passes(root), deterministic(root):
                 with self._another(self._model, optimizer=self.optimizer, placement=self.plan.placement) as other:
                     differentiate(self._model, batch, loss_fn)
@@ -917,6 +927,8 @@ class Preconditioner:
         finally:
             self.discard()
             self._listen()
+            if self._reduction is not None:
+                self._reduction.paused = False
             if untouched:  # the gradients were copied back
                 self.call_order.written.note(self._structure.slots)
         note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(self._model).__name__}"

@@ -8,7 +8,7 @@ Gradients are cut into chunks, in the order of the backward pass. A chunk is sen
 arrived. What such a message needs is known only in ``step``: whether another pass follows or ``.grad`` is changed, and
 how many samples each rank has. So a pass sends by the numbers of the last step, and the ranks agree in ``step`` whether
 these were right on all of them. If not, all gradients are sent again. After two such steps in a row they are sent in
-``step`` alone.
+``step`` alone for a while.
 """
 
 # No postponed annotations here: DistributedDataParallel inspects the annotations of its communication hook.
@@ -20,7 +20,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.distributed import Communicator, flatten, unflatten
@@ -31,12 +31,13 @@ from natgrad.layers import Handle, remove_all
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import at_least_float32
+from natgrad.preconditioner.arguments import unwrap
 from natgrad.state.block_group import BlockGroup
 
 # The least number of chunks, if there are as many gradients: a small model's would otherwise all be in the last one.
 _LEAST_CHUNKS = 8
-# The number of steps in a row whose gradients were sent twice after which none are sent in a pass.
-_MOST_REPEATED = 2
+# After how many steps in a row whose gradients were sent twice passes send nothing, and for how many steps.
+_MOST_REPEATED, _REST = 2, 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +78,12 @@ class _Chunk:
         """Whether the rows have a worker."""
         return self.parts[0].owner is not None
 
-    def post(self, runtime: Communicator, weight: Tensor) -> Work:
-        """Start to sum the gradients of all ranks, each times its `weight`; all sums use at least float32."""
-        parameter, group = self.parts[0].parameter, runtime.gradients
+    def post(self, runtime: Communicator, weight: Tensor, queue: ProcessGroup | None) -> Work:
+        """Start to sum the gradients of all ranks, each times its `weight`; all sums use at least float32.
+
+        The message goes into a `queue`; None: that of the step.
+        """
+        parameter, group = self.parts[0].parameter, runtime.group if queue is None else queue
         dtype = at_least_float32(parameter.dtype)
         weight = weight.to(parameter.device, dtype)
         if not self.is_owned:
@@ -105,7 +109,9 @@ class GradientReduction:
     """Averages ``.grad`` of a model over the ranks.
 
     Attributes:
-        has_sent: Whether the gradients of the last step were sent by its passes, or by all ranks as by these.
+        has_sent: Whether the last step used what its passes have sent.
+        queue: The process group for messages of passes. None: there were none yet.
+        paused: Whether passes send nothing.
     """
 
     def __init__(
@@ -115,38 +121,43 @@ class GradientReduction:
         runtime: Communicator,
         *,
         chunk: int,
-        posted: Callable[[int], None],
+        posted: Callable[[int, ProcessGroup | None], None],
+        queue: ProcessGroup | None,
     ) -> None:
-        """Cut the gradients into chunks of about `chunk` bytes, and listen to the backward passes.
+        """Cut the gradients into chunks of about `chunk` bytes, and observe the backward passes.
 
         With `groups` only the worker of each layer receives its gradient; on other ranks ``.grad`` stays unchanged.
-        After each chunk that is sent by the numbers of the last step, `posted` is called with its number.
+        After each chunk that is sent by the numbers of the last step, `posted` is called with its number and the
+        `queue`.
         """
-        self._model, self._groups, self._runtime, self._limit = model, groups, runtime, chunk
-        self._call_posted: Callable[[int], None] | None = posted
-        self.has_sent = False
+        self._root, self._groups, self._runtime, self._limit = unwrap(model), groups, runtime, chunk
+        self._is_wrapped = isinstance(model, DistributedDataParallel)
+        self._call_posted: Callable[[int, ProcessGroup | None], None] | None = posted
+        self.has_sent, self.queue, self.paused = False, queue, False
         self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-        # What the last step has shown, by which the passes of this one send. None: this step sends by itself.
-        self._expected: tuple[object, ...] | None = None
-        self._passes, self._weight = 1, torch.ones(())
-        self._repeated = 0
+        # Equal on all ranks: whether passes send, the steps in a row that were sent twice, and the steps until a
+        # training whose passes do not send tries again.
+        self._sends, self._repeated, self._rest = False, 0, 0
+        # The samples and passes of the last step, by which a pass sends. None: those of a step are not known before.
+        self._expected: tuple[float | Tensor, int] | None = None
+        self._weight = torch.ones(())
         self._waiting: list[tuple[_Chunk, Work]] = []
         self._restart()
 
     def _restart(self) -> None:
-        """Cut the present parameters into chunks, and listen to them."""
+        """Cut the present parameters into chunks, and observe them."""
         self._trained, self._kinds = self._present()
         self._chunks = list(_cut(self._trained, self._groups, self._limit, self._runtime.ranks))
         remove_all(self._handles)
         arrived: weakref.WeakMethod[Callable[[Tensor], None]] = weakref.WeakMethod(self._arrived)
         for parameter in self._trained if self._runtime.ranks > 1 else ():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_Listener(arrived)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_Reporter(arrived)))
         self._forget()
 
     def _present(self) -> tuple[list[nn.Parameter], list[tuple[object, ...]]]:
         """Return the trained parameters, and what the chunks depend on."""
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self._root.parameters() if parameter.requires_grad]
         return trained, [(id(parameter), parameter.dtype, parameter.device) for parameter in trained]
 
     def _forget(self) -> None:
@@ -154,33 +165,36 @@ class GradientReduction:
         self._posted: list[Work] = []
         self._seen: set[int] = set()  # the ids of the parameters whose gradients have arrived in this pass
         self._sent: set[int] = set()  # and those of which a chunk has been sent
-        self._versions: dict[int, tuple[int, int]] = {}  # of each ``.grad`` at the end of the pass, by the same ids
-        self._pass, self._count, self._is_wrong = -1, 0, False
+        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of each ``.grad`` of these
+        self._pass: int | None = None
+        self._count, self._is_wrong = 0, False
 
     # --- In the backward pass -----------------------------------------------------------------------------------
 
     def _arrived(self, parameter: Tensor) -> None:
         """Send the chunks that are complete with this gradient, if this is the last pass of the step."""
-        if self._expected is None:
+        if not self._sends or self.paused or self._expected is None:
             return
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass, self._count = current, self._count + 1
             self._seen.clear()
-            _call_last(self._note_versions)
+            if self._is_wrapped:
+                _call_last(self._note_versions)
         self._is_wrong |= id(parameter) in self._sent
         self._seen.add(id(parameter))
-        if self._count < self._passes or self._is_wrong:
+        if self._count != max(1, self._expected[1]) or self._is_wrong:
             return
         while len(self._posted) < len(self._chunks) and self._chunks[len(self._posted)].parameters <= self._seen:
-            self._post_next()
+            self._post_early()
+            self._note_versions()
 
-    def _post_next(self) -> None:
+    def _post_early(self) -> None:
         index = len(self._posted)
-        self._posted.append(self._chunks[index].post(self._runtime, self._weight))
+        self._posted.append(self._chunks[index].post(self._runtime, self._weight, self.queue))
         self._sent |= self._chunks[index].parameters
-        if self._expected is not None and self._call_posted is not None:
-            self._call_posted(index)
+        if self._call_posted is not None:
+            self._call_posted(index, self.queue)
 
     def last_chunk(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the number of the last chunk that has rows of these parameters."""
@@ -188,13 +202,18 @@ class GradientReduction:
         return max((index for index, chunk in enumerate(self._chunks) if chunk.parameters & ids), default=0)
 
     def _note_versions(self) -> None:
-        known = ((id(parameter), parameter.grad) for parameter in self._trained if id(parameter) in self._sent)
-        self._versions = {key: (id(gradient), gradient._version) for key, gradient in known if gradient is not None}
+        """Note which gradients were sent; under DDP, which writes into them at the end of a pass, once more there."""
+        for parameter in self._trained:
+            gradient, key = parameter.grad, id(parameter)
+            if key in self._sent and gradient is not None and (self._is_wrapped or key not in self._versions):
+                self._versions[key] = weakref.ref(gradient), gradient._version
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
         """Return whether a gradient that was sent in a pass has been changed since."""
-        gradient, noted = parameter.grad, self._versions.get(id(parameter))
-        return noted is not None and (gradient is None or (id(gradient), gradient._version) != noted)
+        if id(parameter) not in self._versions:
+            return False
+        gradient, (noted, version) = parameter.grad, self._versions[id(parameter)]
+        return gradient is None or noted() is not gradient or gradient._version != version
 
     # --- In the step --------------------------------------------------------------------------------------------
 
@@ -221,12 +240,10 @@ class GradientReduction:
             NatgradError: if `step` differs between the ranks. On accelerators this is not checked, because the host
                 would wait for the device.
         """
-        runtime, numbers = self._runtime, (samples, passes) if predictable else None
+        runtime, numbers = self._runtime, (samples, passes)
         is_outdated = self._present()[1] != self._kinds
-        is_sent = self._expected is not None and self._complete(is_right=numbers == self._expected and not is_outdated)
-        self.has_sent = is_sent
-        if not is_sent:
-            self._expected = None
+        is_right = predictable and not is_outdated and numbers == self._expected
+        self.has_sent = self._sends and self._agree(is_right=is_right)
         if is_outdated:
             self._restart()
             self._call_posted = None  # its numbers are those of other chunks
@@ -236,14 +253,13 @@ class GradientReduction:
         # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
         mean_weight = torch.where(total > 0, samples / total.where(total > 0, 1), 1 / runtime.ranks)
         self._weight = (torch.ones_like(total) if summed else mean_weight) * ratio
-        if not is_sent:
-            for _ in self._chunks:
-                self._post_next()
-        self._waiting = list(zip(self._chunks, self._posted, strict=True))
+        posted = self._posted if self.has_sent else [chunk.post(runtime, self._weight, None) for chunk in self._chunks]
+        self._waiting = list(zip(self._chunks, posted, strict=True))
         self._forget()
         self.write(only_owned=self._groups is not None)
-        self._expected = numbers if self._repeated < _MOST_REPEATED else None
-        self._passes = max(1, passes)
+        several = len({parameter.device for parameter in self._trained}) > 1  # each has a thread of passes
+        self._expected = numbers if predictable and not several else None
+        self._decide()
         if not summed:
             return 1.0
         wide = torch.float64 if any(parameter.dtype == torch.float64 for parameter in self._trained) else torch.float32
@@ -256,11 +272,23 @@ class GradientReduction:
                 chunk.write(work.wait(), self._runtime.rank)
         self._waiting = [(chunk, work) for chunk, work in self._waiting if only_owned and not chunk.is_owned]
 
-    def _complete(self, *, is_right: bool) -> bool:
+    def _decide(self) -> None:
+        """Decide, alike on all ranks, whether the passes of the next step send."""
+        if self._sends and self._repeated >= _MOST_REPEATED:
+            self._sends, self._repeated, self._rest = False, 0, _REST
+        if self._sends or self._rest:
+            self._rest -= not self._sends
+            return
+        self._sends = not self._runtime.any_on_host(self._expected is None)
+        self._rest = 0 if self._sends else _REST
+        if self._sends and self.queue is None:
+            self.queue = self._runtime.new_queue()
+
+    def _agree(self, *, is_right: bool) -> bool:
         """Send the remaining chunks, and return whether all ranks have sent what they should. Otherwise drop all."""
         is_changed = any(map(self._is_changed, self._trained))
         while len(self._posted) < len(self._chunks):
-            self._post_next()
+            self._post_early()
         if not self._runtime.any_on_host(self._is_wrong or is_changed or not is_right):
             self._repeated = 0
             return True
@@ -270,14 +298,18 @@ class GradientReduction:
         self._forget()
         return False
 
-    def close(self) -> None:
-        """Stop listening, and finish the messages that any rank may have begun; all ranks must call it."""
+    def detach(self) -> None:
+        """Stop observing passes."""
         remove_all(self._handles)
-        while self._expected is not None and len(self._posted) < len(self._chunks):
-            self._post_next()
+
+    def close(self) -> None:
+        """Stop observing, and finish the messages that any rank may have begun; all ranks must call it."""
+        self.detach()
+        while self._sends and len(self._posted) < len(self._chunks):
+            self._post_early()
         for work in self._posted:
             work.drop()
-        self._expected = None
+        self._sends = False
 
 
 def _call_last(function: Callable[[], None]) -> None:
@@ -286,7 +318,7 @@ def _call_last(function: Callable[[], None]) -> None:
     queue(lambda: queue(function))
 
 
-class _Listener:
+class _Reporter:
     """A hook that reports gradients to a method. Copies do not."""
 
     def __init__(self, method: weakref.WeakMethod[Callable[[Tensor], None]] | None = None) -> None:
@@ -297,8 +329,8 @@ class _Listener:
         if method is not None:
             method(parameter)
 
-    def __reduce__(self) -> tuple[type["_Listener"], tuple[()]]:
-        return _Listener, ()
+    def __reduce__(self) -> tuple[type["_Reporter"], tuple[()]]:
+        return _Reporter, ()
 
 
 def _exchange_counters(
