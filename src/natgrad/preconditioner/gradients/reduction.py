@@ -31,7 +31,6 @@ from natgrad.layers import Handle, remove_all
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import at_least_float32
-from natgrad.preconditioner.arguments import unwrap
 from natgrad.state.block_group import BlockGroup
 
 # The least number of chunks, if there are as many gradients: a small model's would otherwise all be in the last one.
@@ -130,8 +129,9 @@ class GradientReduction:
         After each chunk that is sent by the numbers of the last step, `posted` is called with its number and the
         `queue`.
         """
-        self._root, self._groups, self._runtime, self._limit = unwrap(model), groups, runtime, chunk
-        self._is_wrapped = isinstance(model, DistributedDataParallel)
+        wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
+        self._is_wrapped = isinstance(wrapper, DistributedDataParallel)
+        self._model, self._groups, self._runtime, self._limit = model, groups, runtime, chunk
         self._call_posted: Callable[[int, ProcessGroup | None], None] | None = posted
         self.has_sent, self.queue, self.paused = False, queue, False
         self._handles: list[Handle] = []
@@ -157,7 +157,7 @@ class GradientReduction:
 
     def _present(self) -> tuple[list[nn.Parameter], list[tuple[object, ...]]]:
         """Return the trained parameters, and what the chunks depend on."""
-        trained = [parameter for parameter in self._root.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         return trained, [(id(parameter), parameter.dtype, parameter.device) for parameter in trained]
 
     def _forget(self) -> None:
