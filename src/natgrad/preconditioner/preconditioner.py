@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
@@ -343,31 +343,17 @@ class Preconditioner:
 
         scale = self._reduce_gradients(count)
         shares = self._shares(count)
-        if self._capture.wanted:
+        updates_later = not due and self._can_update_later
+        if not updates_later:
             self._update_averages(shares)
         if due and (progress.last_factors is not None or self._structure.gathered):
             self._refresh(shares, damping, due)
         elif not (due or self._refreshes_in_background):
             self._continue_refresh(damping)
 
-        with progress.phase("solve", self._communicator):
-            shared = self._structure.shares_work
-            computed = precondition(
-                self._structure.groups, damping, self._communicator, shared=shared, skips=self._skips
-            )
-            if shared:
-                gradients = share(computed, self._structure.plan, self._communicator, self._failures)
-            else:
-                gradients = list(computed)
-            clear_unusable(gradients, self._failures)
-            with profiled("clip"):
-                self._clip.apply(gradients, scale, self._scaling.of_layer)
-            with profiled("write"):
-                for entry in gradients:
-                    entry.write()
-                if self._reduction is not None:
-                    self._reduction.write()
-        self.call_order.written.note(self._structure.slots)
+        self._precondition(damping, scale)
+        if updates_later:  # their messages have travelled meanwhile
+            self._update_averages(shares)
 
         progress.step += 1
         self._expect_count(count)
@@ -507,7 +493,12 @@ class Preconditioner:
         return capture.shares(count, None if self._scaling.reduces or runtime.ranks == 1 else average)
 
     def _update_averages(self, shares: Shares) -> None:
-        """Sum the statistics over the ranks, and update the running averages; under "background" one step later."""
+        """Sum the statistics over the ranks, and update the running averages; under "background" one step later.
+
+        Nothing is done where no statistics are due.
+        """
+        if not self._capture.wanted:
+            return
         progress, structure, runtime = self._progress, self._structure, self._communicator
         self._capture.finish()
         sums = self._capture.sums
@@ -579,6 +570,27 @@ class Preconditioner:
             work = structure.groups, structure.plan, self._communicator, keys, damping
             run_tasks(*work, self._failures, structure.precision.wire)
 
+    def _precondition(self, damping: float, scale: float | Tensor) -> None:
+        """Replace ``.grad`` by the preconditioned gradients; `scale` as of `_reduce_gradients`."""
+        with self._progress.phase("solve", self._communicator):
+            shared = self._structure.shares_work
+            computed = precondition(
+                self._structure.groups, damping, self._communicator, shared=shared, skips=self._skips
+            )
+            if shared:
+                gradients = share(computed, self._structure.plan, self._communicator, self._failures)
+            else:
+                gradients = list(computed)
+            clear_unusable(gradients, self._failures)
+            with profiled("clip"):
+                self._clip.apply(gradients, scale, self._scaling.of_layer)
+            with profiled("write"):
+                for entry in gradients:
+                    entry.write()
+                if self._reduction is not None:
+                    self._reduction.write()
+        self.call_order.written.note(self._structure.slots)
+
     def _layers_at(self, usable: set[str], began: int) -> set[str]:
         """Return the `usable` layers that are decomposed in this step of a refresh that `began` in a step."""
         keys = [layer.key for layer, _ in self._structure.coverage.layers]
@@ -642,6 +654,15 @@ class Preconditioner:
         )
 
     @property
+    def _can_update_later(self) -> bool:
+        """Whether nothing in a step without a refresh reads the averages that it updates."""
+        if self._communicator.ranks == 1:
+            return False
+        goes_on = self._scheduler.is_spread(self._progress) or self._inspection.not_finite
+        specs = (spec for group in self._structure.groups for spec in group.statistics)
+        return not (goes_on or self._refreshes_in_background or any(spec.used_by_precondition for spec in specs))
+
+    @property
     def _refreshes_in_background(self) -> bool:
         """Whether decompositions run in the background. The first ones never do."""
         rule = self._structure.plan.placement.rule
@@ -661,10 +682,10 @@ class Preconditioner:
     def _attach(self) -> None:
         """Attach hooks to the present layers, and begin to capture their statistics."""
         structure, several = self._structure, self._communicator.ranks > 1
-        queue = None
+        queues: Sequence[dist.ProcessGroup | None] = ()
         if self._reduction is not None:
             self._reduction.close()
-            queue = self._reduction.queue
+            queues = self._reduction.queues
         if self._scaling.reduces:
             plan = structure.plan
             self._reduction = GradientReduction(
@@ -673,7 +694,7 @@ class Preconditioner:
                 self._communicator,
                 chunk=plan.placement.bucket,
                 posted=self._capture.send_sums,
-                queue=queue,
+                queues=queues,
             )
         if not self._detached:
             rows = RowBuffer(structure.gathered, structure.precision.wire if several else None)

@@ -109,7 +109,7 @@ class GradientReduction:
 
     Attributes:
         has_sent: Whether the last step used what its passes have sent.
-        queue: The process group for messages of passes. None: there were none yet.
+        queues: The process groups for messages of passes, of gradients and of `posted`. Empty: there were none yet.
         paused: Whether passes send nothing.
     """
 
@@ -121,19 +121,18 @@ class GradientReduction:
         *,
         chunk: int,
         posted: Callable[[int, ProcessGroup | None], None],
-        queue: ProcessGroup | None,
+        queues: Sequence[ProcessGroup | None],
     ) -> None:
         """Cut the gradients into chunks of about `chunk` bytes, and observe the backward passes.
 
         With `groups` only the worker of each layer receives its gradient; on other ranks ``.grad`` stays unchanged.
-        After each chunk that is sent by the numbers of the last step, `posted` is called with its number and the
-        `queue`.
+        After each chunk that is sent by the numbers of the last step, `posted` is called with its number and a queue.
         """
         wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
         self._is_wrapped = isinstance(wrapper, DistributedDataParallel)
         self._model, self._groups, self._runtime, self._limit = model, groups, runtime, chunk
         self._call_posted: Callable[[int, ProcessGroup | None], None] | None = posted
-        self.has_sent, self.queue, self.paused = False, queue, False
+        self.has_sent, self.queues, self.paused = False, queues, False
         self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         # Equal on all ranks: whether passes send, the steps in a row that were sent twice, and the steps until a
@@ -191,10 +190,10 @@ class GradientReduction:
 
     def _post_early(self) -> None:
         index = len(self._posted)
-        self._posted.append(self._chunks[index].post(self._runtime, self._weight, self.queue))
+        self._posted.append(self._chunks[index].post(self._runtime, self._weight, self.queues[0]))
         self._sent |= self._chunks[index].parameters
         if self._call_posted is not None:
-            self._call_posted(index, self.queue)
+            self._call_posted(index, self.queues[1])
 
     def last_chunk(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the number of the last chunk that has rows of these parameters."""
@@ -281,8 +280,8 @@ class GradientReduction:
             return
         self._sends = not self._runtime.any_on_host(self._expected is None)
         self._rest = 0 if self._sends else _REST
-        if self._sends and self.queue is None:
-            self.queue = self._runtime.new_queue()
+        if self._sends and not self.queues:
+            self.queues = self._runtime.new_queue(), self._runtime.new_queue()
 
     def _agree(self, *, is_right: bool) -> bool:
         """Send the remaining chunks, and return whether all ranks have sent what they should. Otherwise drop all."""
