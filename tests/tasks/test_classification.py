@@ -111,7 +111,7 @@ def test_mnist_is_not_augmented_and_cifar_can_be_without(tmp_path: Path) -> None
     [
         ("3c1f-mnist", {"augment": 1}, "augment=1.*True or False"),
         ("3c1f-mnist", {"data": 3}, "data=3.*folder with MNIST"),
-        ("3c1f-mnist", {"architecture": "vgg16"}, "option='architecture'.*data, augment"),
+        ("3c1f-mnist", {"architecture": "vgg16"}, "option='architecture'.*'data', 'augment' or 'label_smoothing'"),
         ("resnet21-mnist", {}, "name='resnet21-mnist'.*3c1f, densenet"),
     ],
 )

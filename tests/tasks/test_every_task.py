@@ -106,7 +106,7 @@ def test_metric_ranks_a_perfect_answer_above_a_mixed_up_one(task: Task) -> None:
     [
         ("mnist", {}, "name='mnist'.*autoencoder, digits, glyphs, poisson, tabular, text"),
         ("digits", {"size": 3}, "option='size'.*has none"),
-        ("glyphs", {"photos": 3}, "option='photos'.*images, depth, seed"),
+        ("glyphs", {"photos": 3}, "option='photos'.*'images', 'depth' or 'seed'"),
         ("glyphs", {"images": 3}, "images=3.*at least 4"),
         ("glyphs", {"images": "many"}, "images='many'"),
         ("glyphs", {"depth": 21}, "depth=21.*20 or 32"),

@@ -25,7 +25,7 @@ from natgrad.state.block_group import BlockGroup, RankRole
 from natgrad.state.decisions import DecisionState, check_use
 from natgrad.state.tensors import packed_shape, spec_dtype
 
-# The least number of steps that the balance of workers counts for each inverse refresh; many intervals begin with 1.
+# The steps that the balance of workers counts for each inverse refresh: K-FAC's default.
 _STEPS = 10.0
 
 
@@ -126,7 +126,7 @@ class Structure:
             self._ranks,
             self._assignments,
             factor_refreshes=factor_refreshes,
-            steps=_STEPS if self._refresh is None else max(_STEPS, self._refresh.inverse_interval(0)),
+            steps=_STEPS,
             share=_memory_share(self.coverage.layers, self._ranks),
         )
         self._placement = plan.placement
