@@ -78,11 +78,11 @@ class Slices:
         return self._runs.get((owner, rank), (_NOTHING, _NOTHING))
 
     def sent(self, rank: int) -> int:
-        """Return how many numbers a rank sends in ``reduce_to_owners``, or receives in ``share_from_owners``."""
+        """Return how many numbers a rank sends in `post_to_owners`, or receives in `post_from_owners`."""
         return self._even + self._leaving[rank]
 
     def received(self, rank: int) -> int:
-        """Return how many numbers a rank receives in ``reduce_to_owners``, or sends in ``share_from_owners``."""
+        """Return how many numbers a rank receives in `post_to_owners`, or sends in `post_from_owners`."""
         return self._even + max(0, self.sizes[rank] - self.length)
 
     @property

@@ -268,20 +268,16 @@ class Communicator:
 
     # --- Sums that go to their owners, results that owners share ------------------------------------------------
 
-    def reduce_to_owners(self, vectors: Sequence[Tensor], kind: str, wire: torch.dtype | None = None) -> Tensor:
-        """Return the sum over all ranks of the vector that this rank owns; `vectors` holds its numbers for each owner.
-
-        A reduce-scatter of even slices, each of which begins with numbers of the rank that receives it. Ranks that own
-        more than a slice then receive their surplus from other ranks (`Slices`). Sums have the dtype of the numbers,
-        which are sent in the dtype `wire` if it is narrower.
-        """
-        summed: Tensor = self.post_to_owners(vectors, kind, wire, self.group).wait()
-        return summed
-
     def post_to_owners(
         self, vectors: Sequence[Tensor], kind: str, wire: torch.dtype | None, group: dist.ProcessGroup | None
     ) -> Work:
-        """Start `reduce_to_owners` in the queue of a group; ``wait()`` returns the sum, and is collective."""
+        """Start to sum, over all ranks, the numbers of each owner in `vectors`, in the queue of a group.
+
+        ``wait()`` is collective, and returns the sum of the numbers that this rank owns. A reduce-scatter of even
+        slices, each of which begins with numbers of the rank that receives it. Ranks that own more than a slice then
+        receive their surplus from other ranks (`Slices`). Sums have the dtype of the numbers, which are sent in the
+        dtype `wire` if it is narrower.
+        """
         slices, own = Slices(tuple(map(len, vectors))), vectors[0]
         layout = _layout(own.dtype, wire, slices.length)
         rows = layout.empty(self.ranks, own.device)
@@ -297,24 +293,6 @@ class Communicator:
 
         return scattered.then(finish)
 
-    def share_from_owners(
-        self,
-        owned: Tensor,
-        sizes: Sequence[int],
-        kind: str,
-        *,
-        ranks: Sequence[int],
-        wire: torch.dtype | None = None,
-    ) -> list[Tensor]:
-        """Return on each of some `ranks` the vectors of all of them; `sizes` are their lengths.
-
-        This reverses `reduce_to_owners`, without sums. Ranks that own more than an even slice send their surplus to
-        the slices of others; then all ranks gather the slices. Owners also use the rounded values, so that all ranks
-        have the same bits.
-        """
-        shared: list[Tensor] = self.post_from_owners(owned, sizes, kind, ranks=ranks, wire=wire).wait()
-        return shared
-
     def post_from_owners(
         self,
         owned: Tensor,
@@ -324,7 +302,12 @@ class Communicator:
         ranks: Sequence[int],
         wire: torch.dtype | None = None,
     ) -> Work:
-        """Start `share_from_owners`; ``wait()`` returns the vectors. A surplus has been sent when this returns."""
+        """Start to send each of some `ranks` the vectors of all of them, of these `sizes`; ``wait()`` returns them.
+
+        This reverses `post_to_owners`, without sums. Ranks that own more than an even slice send their surplus to the
+        slices of others, before this returns; then all ranks gather the slices. Owners also use the rounded values, so
+        that all ranks have the same bits.
+        """
         if len(ranks) == 1:
             return Work(self, kind, owned, finish=lambda: [owned])
         slices = Slices(tuple(sizes))
@@ -407,7 +390,7 @@ class Communicator:
             self.count(kind, part.payload)
             messages.append(message[0])
         parts = [replace(layout, narrow=run.stop - run.start) for run in incoming]
-        arrived = self.redistribute(messages, [part.size for part in parts], kind, ranks=ranks)
+        arrived = self.post_redistribute(messages, [part.size for part in parts], kind, ranks=ranks).wait()
         return [part.read(message[None])[1][0] for part, message in zip(parts, arrived, strict=True) if part.size]
 
     # --- Rows that all ranks gather, and rows that move to other ranks ------------------------------------------
@@ -419,20 +402,13 @@ class Communicator:
         self._run(kind, lambda: _all_gather(arrived, message, self.group))
         return arrived.view(self.ranks, -1)
 
-    def redistribute(
-        self, outgoing: Sequence[Tensor], sizes: Sequence[int], kind: str, *, ranks: Sequence[int] | None = None
-    ) -> list[Tensor]:
-        """Send a vector to each of `ranks` (None: all), and return the received vectors, whose lengths are `sizes`.
-
-        All vectors have one dtype and device. The caller counts the bytes.
-        """
-        received: list[Tensor] = self.post_redistribute(outgoing, sizes, kind, ranks=ranks).wait()
-        return received
-
     def post_redistribute(
         self, outgoing: Sequence[Tensor], sizes: Sequence[int], kind: str, *, ranks: Sequence[int] | None = None
     ) -> Work:
-        """Start `redistribute`; ``wait()`` returns the received vectors."""
+        """Start to send a vector to each of `ranks` (None: all); ``wait()`` returns those received, of these `sizes`.
+
+        All vectors have one dtype and device. The caller counts the bytes.
+        """
         group = self.subgroup(range(self.ranks) if ranks is None else ranks)
         sent = torch.cat(list(outgoing))
         arrived = sent.new_empty(sum(sizes))

@@ -275,12 +275,15 @@ class GradientReduction:
         """Decide, alike on all ranks, whether the passes of the next step send."""
         if self._sends and self._repeated >= _MOST_REPEATED:
             self._sends, self._repeated, self._rest = False, 0, _REST
-        if self._sends or self._rest:
-            self._rest -= not self._sends
+        if self._sends:
+            return
+        if self._rest:
+            self._rest -= 1
             return
         self._sends = not self._runtime.any_on_host(self._expected is None)
-        self._rest = 0 if self._sends else _REST
-        if self._sends and not self.queues:
+        if not self._sends:
+            self._rest = _REST
+        elif not self.queues:
             self.queues = self._runtime.new_queue(), self._runtime.new_queue()
 
     def _agree(self, *, is_right: bool) -> bool:

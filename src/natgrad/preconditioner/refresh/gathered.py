@@ -263,7 +263,7 @@ class RowRefresh:
         size, device = 0 if mine is None else len(mine.message), next(iter(messages.values())).message.device
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         vectors = [torch.cat([nothing, *parts]) for parts in outgoing]
-        return torch.stack(self.runtime.redistribute(vectors, [size] * self.runtime.ranks, "rows"))
+        return torch.stack(self.runtime.post_redistribute(vectors, [size] * self.runtime.ranks, "rows").wait())
 
 
 class _RowMessage:

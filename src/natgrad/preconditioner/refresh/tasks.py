@@ -273,7 +273,8 @@ def _exchange(runs: Sequence[TaskRun], workers: Sequence[int], runtime: Communic
         flags = [flag for run, spec in owned[place] if spec is None for flag in run.success]
         parts = [run.read(spec) for run, spec in owned[place] if spec is not None]
         local = torch.cat([*parts, tensor_on(device, flags, dtype)])
-        shared = runtime.share_from_owners(local, [sum(own) for own in sizes], "inverses", ranks=workers, wire=sent)
+        lengths = [sum(own) for own in sizes]
+        shared = runtime.post_from_owners(local, lengths, "inverses", ranks=workers, wire=sent).wait()
         for index, numbers in enumerate(shared):
             if index == place and sent == dtype:
                 continue  # they have not changed
