@@ -10,9 +10,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from types import CodeType, FunctionType
 
@@ -23,30 +21,31 @@ class Fault:
 
     Attributes:
         meaning: What goes wrong, in the field's words.
-        apply: Makes it go wrong in this process.
+        edits: Arguments of `edited` that make it go wrong.
         tests: Arguments of pytest: the cheapest tests that are known to notice.
     """
 
     meaning: str
-    apply: Callable[[], None]
+    edits: tuple[tuple[str, str, str], ...]
     tests: tuple[str, ...]
+
+    def apply(self) -> None:
+        """Make it go wrong in this process."""
+        for edit in self.edits:
+            function, code = edited(*edit)
+            function.__code__ = code
 
 
 FAULTS: dict[str, Fault] = {}
 
 
 def _add(name: str, meaning: str, tests: str, *edits: tuple[str, str, str]) -> None:
-    """Add a fault that consists of some edits: arguments of `edit`."""
-    FAULTS[name] = Fault(meaning, partial(_edit_all, edits), tuple(f"tests/{test}" for test in tests.split()))
+    """Add a fault that consists of some edits."""
+    FAULTS[name] = Fault(meaning, edits, tuple(f"tests/{test}" for test in tests.split()))
 
 
-def _edit_all(edits: tuple[tuple[str, str, str], ...]) -> None:
-    for edit_ in edits:
-        edit(*edit_)
-
-
-def edit(place: str, old: str, new: str) -> None:
-    """Compile a function anew with one piece of its source replaced, wherever it was imported to.
+def edited(place: str, old: str, new: str) -> tuple[FunctionType, CodeType]:
+    """Return a function, and its code with one piece of the source replaced.
 
     Args:
         place: The function, or the property, as "module:qualified.name".
@@ -71,7 +70,7 @@ def edit(place: str, old: str, new: str) -> None:
     outer.body[0].body = [ast.Global([tree.body[0].name], lineno=1, col_offset=0), *tree.body]
     flags = __future__.annotations.compiler_flag
     compiled = compile(outer, inspect.getfile(function), "exec", flags=flags, dont_inherit=True)
-    function.__code__ = _code_of(compiled, function)
+    return function, _code_of(compiled, function)
 
 
 def _code_of(compiled: CodeType, function: FunctionType) -> CodeType:
@@ -525,7 +524,7 @@ _add(
     "A gradient that is changed after a pass has sent it is averaged as it was.",
     "distributed/test_reduced_gradients.py::test_what_happens_after_gradients_were_sent_counts",
     (
-        "preconditioner.gradients.reduction:GradientReduction._complete",
+        "preconditioner.gradients.reduction:GradientReduction._agree",
         "any(map(self._is_changed, self._trained))",
         "False",
     ),
