@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,6 +53,7 @@ class Way:
     accumulation: str = "mean"
     branch: str = "always"
     surprise: str = ""
+    compiled: bool = False
     scale: float | None = None
 
 
@@ -67,6 +69,8 @@ class Trainer:
         self.rank, self.ranks = place()
         distributed = dist.is_initialized() and way.wrapped
         self.wrapped = DistributedDataParallel(self.model, **way.wrapper) if distributed else self.model
+        if way.compiled:
+            self.wrapped = torch.compile(self.wrapped, backend="eager")
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=0.1 / (12 if way.reduction == "sum" else 1), momentum=0.9)
         self.scaler = (
@@ -154,6 +158,7 @@ WAYS = {
     "plain": Way(wrapped=False),
     "DDP": Way(),
     "views": Way(wrapper={"gradient_as_bucket_view": True}),
+    "compiled": Way(compiled=True),
     "unused": Way(wrapper={"find_unused_parameters": True}, branch="odd steps"),
     "branch": Way(wrapped=False, branch="odd steps"),
     "static": Way(wrapper={"static_graph": True}),
@@ -191,7 +196,7 @@ def test_what_happens_after_gradients_were_sent_counts(ranks, surprise, wrapped)
 def send(kind, micro_batches=1, placement="mem-opt"):
     """Return the bytes of a kind that the passes of some steps have sent, and those of the steps."""
     trainer, sent = Trainer(Way(placement=placement, micro_batches=micro_batches, wrapped=False)), []
-    for step in range(3):
+    for step in range(4):
         trainer.optimizer.zero_grad()
         for part in (trainer.passes, lambda _: trainer.preconditioner.step()):
             before = trainer.preconditioner.traffic()[kind]
@@ -201,16 +206,16 @@ def send(kind, micro_batches=1, placement="mem-opt"):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_gradients_are_sent_once_and_from_the_second_step_on_in_the_last_pass(ranks, micro_batches):
-    first, in_step, *later = ranks.run(2, send, "gradients", micro_batches)[0]
-    assert first == 0
-    assert all(sent > 0 for sent in later)
-    assert later[0] + later[1] == later[2] + later[3] == in_step
+def test_gradients_are_sent_once_and_after_two_equal_steps_in_the_last_pass(ranks, micro_batches):
+    sent = ranks.run(2, send, "gradients", micro_batches)[0]
+    passes, steps = sent[::2], sent[1::2]
+    assert [each > 0 for each in passes] == [False, False, True, True]
+    assert len({in_pass + in_step for in_pass, in_step in zip(passes, steps, strict=True)}) == 1
 
 
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter"])
 def test_factors_are_sent_with_them(ranks, placement):
-    for first, in_step, nothing, nor_here, in_pass, rest in ranks.run(2, send, "factors", 1, placement):
+    for first, in_step, nothing, nor_here, in_pass, rest, *_ in ranks.run(2, send, "factors", 1, placement):
         assert first == nothing == nor_here == 0 < in_step
         assert 0 < in_pass <= in_pass + rest <= 1.3 * in_step  # in pieces of some layers they are less even
 
@@ -233,35 +238,71 @@ def test_a_step_that_the_scaler_skips(ranks, placement):
 
 def two_at_once(detaches):
     """Train with two preconditioners: of two models with one loss, or the second in place of the first."""
-    rank, _ = place()
-    networks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(2)]
-    networks = networks[:1] * 2 if detaches else networks
-    for network in networks:
-        torch.manual_seed(0)
-        for parameter in network.parameters():
-            nn.init.normal_(parameter)
-    own = [natgrad.Preconditioner(networks[0], gradients="reduce")]
-    own += [] if detaches else [natgrad.Preconditioner(networks[1], gradients="reduce")]
+    rank, several = place()
+    networks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(2 - detaches)]
+    for parameter in (parameter for network in networks for parameter in network.parameters()):
+        nn.init.constant_(parameter, 0.1)
+    build = partial(natgrad.Preconditioner, gradients="reduce" if several > 1 else "averaged")
+    own = list(map(build, networks))
     for step in range(6):
         if detaches and step == 3:
             own[0].detach()
-            own.append(natgrad.Preconditioner(networks[1], gradients="reduce"))
+            own = [build(networks[0])]
         for network in networks:
             network.zero_grad()
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2 * step + rank), dtype=torch.float64)
-        if step != 3 or rank == 0:  # the other rank has no samples
-            sum(network(x).square().mean() for network in set(networks)).backward()
-        for preconditioner in own[-1:] if detaches else own:
+        x = torch.randn(10, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        if step == 3:  # the other rank has no samples
+            x = x if rank == 0 else x[:0]
+        elif several > 1:
+            x = x.chunk(2)[rank]
+        if len(x):
+            sum(network(x).square().mean() for network in networks).backward()
+        for preconditioner in own:
             preconditioner.step()
-        for parameter in (parameter for network in set(networks) for parameter in network.parameters()):
+        for parameter in (parameter for network in networks for parameter in network.parameters()):
             parameter.data.sub_(parameter.grad, alpha=0.1)
     return [parameter.detach() for network in networks for parameter in network.parameters()]
 
 
 @pytest.mark.parametrize("detaches", [False, True])
 def test_two_preconditioners_and_a_rank_without_samples(ranks, detaches):
-    first, second = ranks.run(2, two_at_once, detaches)
-    assert all(torch.equal(value, other) and value.isfinite().all() for value, other in zip(first, second, strict=True))
+    expected = two_at_once(detaches)
+    for found in ranks.run(2, two_at_once, detaches):
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+
+
+def freeze_after_the_pass():
+    """Freeze a layer between a backward pass and the step."""
+    trainer = Trainer(Way(wrapped=False))
+    for step in range(5):
+        trainer.optimizer.zero_grad()
+        trainer.passes(step)
+        if step == 3:
+            trainer.model.left.requires_grad_(False)
+        trainer.preconditioner.step()
+        trainer.optimizer.step()
+    return [p.detach() for p in trainer.model.parameters()]
+
+
+def test_a_layer_that_is_frozen_after_the_pass_stays_equal_on_all_ranks(ranks):
+    first, second = ranks.run(2, freeze_after_the_pass)
+    assert all(torch.equal(value, other) for value, other in zip(first, second, strict=True))
+
+
+def scaled_and_joined():
+    """Take a step of one optimizer for all, with a scaler."""
+    model = nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, gradients="reduce", scaler=scaler)
+    both = natgrad.PreconditionedOptimizer(optimizer, preconditioner)
+    scaler.scale(model(torch.ones(3, 2)).sum()).backward()
+    with pytest.raises(ValueError, match="gradients='reduce' is not allowed: gradients must be 'averaged' with a Grad"):
+        scaler.step(both)
+
+
+def test_a_scaler_that_would_skip_steps_of_one_rank_is_refused(ranks):
+    ranks.run(2, scaled_and_joined)
 
 
 def told_twice():

@@ -603,7 +603,7 @@ _add(
         "True",
     ),
     (
-        "capture.sums:StatisticsBuffer.reduce",
+        "capture.sums:post_sums",
         'bucket.role.assignment.sums == "worker"',
         'bucket.role.assignment.sums in ("worker", "alone")',
     ),

@@ -302,10 +302,12 @@ def test_the_products_of_natural_muon_on_gpt2_are_as_even_as_whole_layers_allow(
         )
     layers = cover(model, natgrad.Spectral(power=0.25)).layers
     works = {layer.key: demand_of(layer, curvature, Precision()) for layer, curvature in layers}
-    plan = make_plan(resolve("mem-opt"), works, P, steps=100)
+    plan = make_plan(resolve("mem-opt"), works, P)
     loads = [0.0] * P
     for key, assignment in plan.assignments.items():
-        loads[assignment.workers[0]] += works[key].step
+        loads[assignment.workers[0]] += works[key].step_cost
     busiest = max(range(P), key=loads.__getitem__)
-    least = min(works[key].step for key, assignment in plan.assignments.items() if assignment.workers == (busiest,))
+    least = min(
+        works[key].step_cost for key, assignment in plan.assignments.items() if assignment.workers == (busiest,)
+    )
     assert max(loads) <= 1.1 * sum(loads) / P or min(loads) + least >= max(loads)

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 from natgrad.averaging.exchange import flat
 from natgrad.averaging.nodes import Grid, Nodes
 from natgrad.distributed import Communicator, fsdp
+from natgrad.distributed.ddp import find_replica
 from natgrad.errors import DivergedError, describe, require, require_one_of
 from natgrad.linalg.precision import to_dtype
 from natgrad.preconditioner.arguments import unwrap
@@ -60,16 +61,6 @@ def check_arguments(model: object, optimizer: object, mesh: object, nodes: objec
     require(mesh is None or nodes is None, "nodes", nodes, "left out beside a mesh")
     fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
     require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
-
-
-def find_replica(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the ``DistributedDataParallel`` around the user's module, also inside ``torch.compile``, or None."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        model = inner
-    return model
 
 
 def check_wrapper(model: nn.Module, grid: Grid) -> None:

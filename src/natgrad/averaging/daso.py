@@ -21,7 +21,6 @@ from natgrad.averaging.checks import (
     check_keys,
     check_wrapper,
     checked_options,
-    find_replica,
 )
 from natgrad.averaging.exchange import MESSAGE_BYTES, Exchange
 from natgrad.averaging.merge import (
@@ -36,6 +35,7 @@ from natgrad.averaging.merge import (
 from natgrad.averaging.nodes import Grid, Nodes, check_equal, describe_differences, world_rank
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
 from natgrad.distributed import fsdp
+from natgrad.distributed.ddp import find_replica
 from natgrad.errors import AveragingError, DivergedError, require, warn
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import unwrap

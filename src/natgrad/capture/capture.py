@@ -20,8 +20,8 @@ from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.calls import LayerCall, Pooled, Saved, outline
 from natgrad.capture.counts import Count, LossTerms, Reductions, is_broadcast
-from natgrad.capture.early import EarlyStatistics
 from natgrad.capture.forward import ForwardPasses
+from natgrad.capture.overlapped import OverlappedStatistics
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.sampled import destination, differentiate_to, sources
 from natgrad.capture.sums import RowBuffer, Share, Shares, StatisticsBuffer
@@ -503,16 +503,16 @@ class Capture:
             sums.send_complete(bucket.parameters(), self._complete, first=first)
         self.seconds += perf_counter() - started
 
-    def send_sums(self, chunk: int, queue: ProcessGroup | None) -> None:
+    def send_sums(self, chunk: int, group: ProcessGroup | None) -> None:
         """Send the statistics of the layers whose gradients are complete with a chunk of gradients."""
         sums = self.sums
-        if not (isinstance(sums, EarlyStatistics) and self.wanted):
+        if not (isinstance(sums, OverlappedStatistics) and self.wanted):
             return
         started = perf_counter()
         with torch.no_grad():
             for name in sums.layers_of(chunk):
                 self._complete(name)
-            sums.send(chunk, self.gain, queue)
+            sums.send(chunk, self.gain, group)
         self.seconds += perf_counter() - started
 
     def _complete(self, name: str) -> None:

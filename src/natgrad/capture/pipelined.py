@@ -21,19 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from natgrad.capture.sums import Bucket, SampleCount, Shares, StatisticsBuffer
 from natgrad.distributed import Communicator, narrower
+from natgrad.distributed.buckets import LEAST_MESSAGES
+from natgrad.distributed.ddp import find_replica
 from natgrad.errors import NatgradError
 from natgrad.refresh.rule import Side
 from natgrad.specs import Statistic
 from natgrad.state.block_group import BlockGroup, LayerBlocks
-
-# The least number of buckets, if there are as many layers. The factors of a small model would otherwise all be in the
-# last one.
-_LEAST_BUCKETS = 8
 
 
 class BucketedStatistics(StatisticsBuffer):
@@ -78,7 +75,7 @@ class BucketedStatistics(StatisticsBuffer):
     def _make_buckets(self, specs: Mapping[str, list[Statistic]]) -> list[Bucket]:
         layers = [(*self._members[name], specs[name]) for name in reversed(self._names) if name in specs]
         sizes = [Bucket([layer]).numel * narrower(self._wire, layer[0].dtype).itemsize for layer in layers]
-        limit = min(self._limit, sum(sizes) / _LEAST_BUCKETS)
+        limit = min(self._limit, sum(sizes) / LEAST_MESSAGES)
         buckets: list[list[tuple[BlockGroup, LayerBlocks, list[Statistic]]]] = []
         filled = 0
         for layer, size in zip(layers, sizes, strict=True):
@@ -212,17 +209,17 @@ def listen(model: nn.Module, listener: Listener) -> None:
 
     It replaces an earlier listener. Does nothing if `model` is not wrapped in DDP or has another communication hook.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if not isinstance(model, DistributedDataParallel):
+    replica = find_replica(model)
+    if replica is None:
         return
-    if model not in _relays:
-        relay = _Relay(model.process_group)
+    if replica not in _relays:
+        relay = _Relay(replica.process_group)
         try:
-            model.register_comm_hook(relay, _reduce)
+            replica.register_comm_hook(relay, _reduce)
         except RuntimeError:  # there is a hook already
             return
-        _relays[model] = relay
-    _relays[model].listener = weakref.WeakMethod(listener)
+        _relays[replica] = relay
+    _relays[replica].listener = weakref.WeakMethod(listener)
 
 
 def _reduce(relay: _Relay, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

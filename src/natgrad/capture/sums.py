@@ -5,6 +5,7 @@ Symmetric matrices are stored as triangles.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -206,12 +207,13 @@ class Bucket:
         group: ProcessGroup | None,
         *,
         finishes_alone: bool = False,
-    ) -> None:
+    ) -> list[Work]:
         """Start to sum the closed bucket over all ranks, in the queue of a process group (`Communicator.post_sum`)."""
         self._works = [
             runtime.post_sum(part, "factors", sent, group, finishes_alone=finishes_alone)
             for part, sent in self.messages(wire)
         ]
+        return self._works
 
     def wait(self) -> None:
         """Wait for the sums of all ranks, if they are in progress."""
@@ -398,17 +400,8 @@ class StatisticsBuffer:
 
     def reduce(self, runtime: Communicator, wire: torch.dtype | None) -> None:
         """Sum the closed buckets over the ranks in place, sent in the dtype `wire` if it is narrower."""
-        to_workers: dict[object, list[Bucket]] = {}
-        for bucket in self._buckets:
-            if bucket.role.assignment.sums == "all":
-                bucket.post(runtime, wire, runtime.group)
-                bucket.wait()
-            elif bucket.role.assignment.sums == "worker" and runtime.ranks > 1:
-                buffer = bucket.allocate()
-                to_workers.setdefault((buffer.dtype, buffer.device, self._chunk(bucket.names[0])), []).append(bucket)
-        for buckets in to_workers.values():
-            for work in post_to_workers(buckets, runtime, wire, runtime.group):
-                work.wait()
+        for work in post_sums(self._buckets, runtime, wire, runtime.group):
+            work.wait()
 
     def post(self, runtime: Communicator, wire: torch.dtype | None) -> None:
         """Start `reduce` in a separate queue, which requires that all ranks receive all sums."""
@@ -451,17 +444,27 @@ class StatisticsBuffer:
         """Drop the sums in progress; collective."""
 
 
-def post_to_workers(
-    buckets: Sequence[Bucket], runtime: Communicator, wire: torch.dtype | None, group: ProcessGroup | None
+def post_sums(
+    buckets: Iterable[Bucket], runtime: Communicator, wire: torch.dtype | None, group: ProcessGroup | None
 ) -> list[Work]:
-    """Start to sum buckets of one dtype and device on the one worker of each, which then holds the sums."""
-    nothing = buckets[0].allocate()[:0]
-    parts = {bucket.role.server: bucket.messages(wire) for bucket in buckets}
-    works = []
-    for index, (_, sent) in enumerate(buckets[0].messages(wire)):
-        vectors = [parts[rank][index][0] if rank in parts else nothing for rank in range(runtime.ranks)]
-        work = runtime.post_to_owners(vectors, "factors", sent, group)
-        works.append(work.then(vectors[runtime.rank].copy_))
+    """Start to sum buckets over all ranks, in place: on all of them, or on the one worker of each."""
+    works: list[Work] = []
+    to_workers: dict[object, list[Bucket]] = {}
+    places: Counter[object] = Counter()  # each message has at most one bucket of each worker
+    for bucket in buckets:
+        if bucket.role.assignment.sums == "all":
+            works += bucket.post(runtime, wire, group)
+        elif bucket.role.assignment.sums == "worker" and runtime.ranks > 1:
+            kind = bucket.allocate().dtype, bucket.allocate().device
+            places[kind, bucket.role.server] += 1
+            to_workers.setdefault((kind, places[kind, bucket.role.server]), []).append(bucket)
+    for some in to_workers.values():
+        nothing = some[0].allocate()[:0]
+        parts = {bucket.role.server: bucket.messages(wire) for bucket in some}
+        for index, (_, sent) in enumerate(some[0].messages(wire)):
+            vectors = [parts[rank][index][0] if rank in parts else nothing for rank in range(runtime.ranks)]
+            work = runtime.post_to_owners(vectors, "factors", sent, group)
+            works.append(work.then(vectors[runtime.rank].copy_))
     return works
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import log
@@ -19,6 +20,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 # Costs with a smaller ratio are taken for equal.
 _ALIKE = 1.05
+# The steps between two decompositions, where workers alone precondition: K-FAC's default.
+_STEPS = 10.0
 
 
 def make_plan(
@@ -28,7 +31,6 @@ def make_plan(
     previous: Mapping[Key, Assignment] | None = None,
     *,
     factor_refreshes: float = 10.0,
-    steps: float = 0.0,
     share: int | None = None,
 ) -> Plan[Key]:
     """Assign the layers to ranks.
@@ -45,7 +47,6 @@ def make_plan(
         ranks: The number of ranks, P >= 1.
         previous: The assignments of layers that keep their workers.
         factor_refreshes: The number of factor refreshes for each inverse refresh, for the balance of "dp".
-        steps: The number of steps for each inverse refresh, for the balance of what workers alone precondition.
         share: The bytes that the curvature of a rank may take under "auto" without `Placement.memory`. None: no limit.
 
     Returns:
@@ -64,11 +65,11 @@ def make_plan(
         require(bool(previous) or not unknown, name, sorted(unknown)[:5], "numbers by the keys of the model's layers")
     limit = share if placement.memory is None else placement.memory
     first, *others = _candidates(placement, ranks)
-    plan = comm_opt = _assign(first, works, ranks, previous or {}, factor_refreshes, steps)
+    plan = comm_opt = _assign(first, works, ranks, previous or {}, factor_refreshes)
     for candidate in others:
         if limit is None or plan.most_held <= limit:
             break
-        plan = _assign(candidate, works, ranks, previous or {}, factor_refreshes, steps)
+        plan = _assign(candidate, works, ranks, previous or {}, factor_refreshes)
         reason = f"because 'comm-opt' would hold {mebibytes(comm_opt.most_held)} of at most {mebibytes(limit)}"
         plan = replace(plan, note=f"{plan.note}, {reason}")
     if not previous:  # a layer added during training raises no error
@@ -95,7 +96,6 @@ def _assign(
     ranks: int,
     previous: Mapping[Key, Assignment],
     factor_refreshes: float,
-    steps: float,
 ) -> Plan[Key]:
     """Return the plan of one placement other than "auto", as `make_plan` describes."""
     speeds = placement.speeds or (1.0,) * ranks
@@ -103,7 +103,7 @@ def _assign(
     workers = [tuple(range(column, ranks, columns)) for column in range(columns)]
     assignments = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
-    weights = _weigh(placement, works, assignments, factor_refreshes, steps if columns > 1 else 0)
+    weights = _weigh(placement, works, assignments, factor_refreshes, steps=_STEPS if columns > 1 else 0)
     plan: Plan[Key] = Plan(placement, ranks, columns, assignments, works, weights, note)
     column_of = _columns(plan, workers, speeds, previous)
     owners = _owners(plan, column_of, workers, speeds)
@@ -121,13 +121,14 @@ def _weigh(
     works: Mapping[Key, LayerDemand],
     assignments: Mapping[Key, Assignment],
     factor_refreshes: float,
+    *,
     steps: float,
 ) -> dict[Key, float]:
     """Return the work of each layer between two inverse refreshes: the measured cost, otherwise the modelled one.
 
     Modelled costs are scaled to the unit of the measured ones.
     """
-    modelled = {key: work.cost + steps * work.step for key, work in works.items()}
+    modelled = {key: work.cost + steps * work.step_cost for key, work in works.items()}
     positions = placement.positions or {}
     for key, work in works.items():
         if assignments[key].sums == "alone":  # otherwise all ranks build the factors
@@ -180,7 +181,7 @@ def _columns(
     for key in _descending({key: weights[key] for key in kept}):
         load.add(kept[key], weights[key])
     rest = {key: weight for key, weight in weights.items() if key not in kept}
-    for key in sorted(rest, key=lambda key: (-round(log(rest[key] or 1.0, _ALIKE)), str(key))):
+    for key in sorted(rest, key=lambda key: (-_cost_class(rest[key]), str(key))):
         column_of[key] = load.add_to_least(weights[key])
     return column_of
 
@@ -202,6 +203,11 @@ def _owners(
     for key, part in _descending(weights):
         owners[key][part] = loads[column_of[key]].add_to_least(weights[key, part])
     return owners
+
+
+def _cost_class(cost: float) -> int:
+    """Return a number that is the same for about equal costs, and greater for greater ones."""
+    return round(log(cost, _ALIKE)) if cost > 0 else -sys.maxsize
 
 
 def _descending(costs: Mapping[Key, float]) -> Iterable[Key]:

@@ -31,6 +31,8 @@ GroupKey = tuple[tuple[int, ...], str]
 _PIECE = 2**18
 # The purpose of the messages of hosts.
 _HOST = "host"
+# That of groups that one user has.
+_OWN = "own"
 
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[GroupKey, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 # By world, the highest number used so far. Addresses of destroyed groups stay in the store, so numbers are not reused.
@@ -133,7 +135,7 @@ class Communicator:
         call = f" in {self.call}" if self.call else ""
         return LostRankError(
             f"rank {self.rank} of {self.ranks} could not exchange its message{call}: another rank has probably "
-            f"stopped, or skipped a step(), see the error there; {error}"
+            f"stopped, or skipped a step(), or trains other parameters, see the error there; {error}"
         )
 
     # --- Process groups -----------------------------------------------------------------------------------------
@@ -162,11 +164,10 @@ class Communicator:
         """A group of all ranks whose messages do not wait for those of other groups; the first access is collective."""
         return self.subgroup(range(self.ranks), "background")
 
-    def new_queue(self) -> dist.ProcessGroup | None:
+    def new_group(self) -> dist.ProcessGroup | None:
         """Return another such group, which nothing else uses; collective."""
         known = {} if self.group is None else _kept.get(self.group, {})
-        numbers = [purpose for _, purpose in known if purpose.startswith("queue")]
-        return self.subgroup(range(self.ranks), f"queue {len(numbers)}")
+        return self.subgroup(range(self.ranks), f"{_OWN} {sum(_OWN in purpose for _, purpose in known)}")
 
     # --- Objects and numbers ------------------------------------------------------------------------------------
 
@@ -362,7 +363,7 @@ class Communicator:
             with self.collective(kind):
                 work = post(into, sent)
             pieces.append(Work(self, kind, sent, work, partial(target.copy_, into)))
-        return Work(self, kind, rows, finish=lambda: [piece.wait() for piece in pieces]).then(lambda _: None)
+        return Work(self, kind, rows, finish=lambda: [piece.wait() for piece in pieces])
 
     def _move_surplus(
         self,

@@ -43,8 +43,8 @@ class Placement:
             layers is modelled.
         positions: The number of positions (samples × positions of a sample) of each layer in a rank's batch, by layer
             key, equal on all ranks. With it, "dp" balances the work of building factors besides decompositions.
-        bucket: The largest size of a bucket of factors in bytes ("pipelined"). A bucket has at most an eighth of all
-            factors, and at least one layer.
+        bucket: The largest size in bytes of a message sent during the backward pass: of factors ("pipelined") or
+            gradients (``gradients="reduce"``). It has at most an eighth of them, and at least one layer's.
         staleness: The number of steps after which all ranks use the results of decompositions in the background
             ("background"). They use them sooner if inverses are due again.
         memory: The most bytes of curvature that a rank may hold between two steps, equal on all ranks. "auto" chooses

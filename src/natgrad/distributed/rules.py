@@ -27,7 +27,7 @@ class LayerDemand:
         rows: For a layer that sends rows of samples in place of sums (SNGD, HyLo): returns the bytes of this number of
             rows, and of their kernels, on a worker.
         gradients: The number of elements of its gradient.
-        step: The work of preconditioning its gradient once, in multiply-adds.
+        step_cost: The work of preconditioning its gradient once, in multiply-adds.
         is_sharded: Whether FSDP2 shards any of its parameters.
         blocks: The number of its blocks, whose decompositions may fail separately.
         averages: The bytes of its running averages.
@@ -41,7 +41,7 @@ class LayerDemand:
     results: Mapping[str, int] = field(default_factory=dict)
     rows: Callable[[int], int] | None = None
     gradients: int = 0
-    step: float = 0.0
+    step_cost: float = 0.0
     is_sharded: bool = False
     blocks: int = 1
     averages: int = 0

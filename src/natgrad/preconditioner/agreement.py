@@ -8,11 +8,11 @@ from zlib import crc32
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.capture.counts import Reductions
 from natgrad.curvature import Curvature
 from natgrad.distributed import Communicator
+from natgrad.distributed.ddp import find_replica
 from natgrad.errors import NatgradError
 from natgrad.preconditioner.structure import Structure
 
@@ -25,7 +25,7 @@ def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> 
     Raises:
         NatgradError: on all ranks, if it differs.
     """
-    if isinstance(model, DistributedDataParallel):
+    if find_replica(model) is not None:
         _check_equal([{"gradients": choice} for choice in runtime.all_gather_objects(gradients)])
 
 

@@ -16,6 +16,7 @@ from natgrad.curvature import Curvature, Curvatures
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.damping import ByKind
 from natgrad.distributed import resolve
+from natgrad.distributed.ddp import find_replica
 from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group
 from natgrad.errors import NatgradError, require, require_one_of, warn
 from natgrad.layers import show_key
@@ -111,7 +112,8 @@ def check_joined(model: nn.Module) -> None:
     Raises:
         NatgradError: if it is: ranks without further batches would not take part in the messages of `step`.
     """
-    if isinstance(model, DistributedDataParallel) and model._join_config.enable:
+    replica = find_replica(model)
+    if replica is not None and replica._join_config.enable:
         raise NatgradError(
             "within DistributedDataParallel.join() ranks stop to call step() at different times: "
             "drop the last batches, or give those ranks empty ones",
@@ -139,10 +141,11 @@ def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.Proce
         require(fits, "process_group", process_group, "a group that this process belongs to")
     if sharding is not None:
         return mesh_group(sharding, process_group, mesh)
-    if isinstance(model, DistributedDataParallel):
-        agrees = process_group is None or process_group is model.process_group
+    replica = find_replica(model)
+    if replica is not None:
+        agrees = process_group is None or process_group is replica.process_group
         require(agrees, "process_group", process_group, "left out, or the group of DistributedDataParallel itself")
-        wrapped: dist.ProcessGroup = model.process_group
+        wrapped: dist.ProcessGroup = replica.process_group
         return wrapped
     if isinstance(process_group, dist.ProcessGroup):
         return process_group

@@ -87,19 +87,20 @@ class CallOrder:
 
     def check(self) -> bool:
         """Return whether there may be new gradients; warn if no backward pass precedes this step."""
-        if not self._capture.idle or self._always_steps:
+        if not self._capture.idle:
             return True
-        slots = self._structure.slots
+        slots, always = self._structure.slots, self._always_steps
         untouched = self.written.untouched()
         # Later the hooks need not see every pass.
-        if untouched or not self._progress.has_curvature or all(slot.parameter.grad is None for slot in slots):
+        is_late = not self._progress.has_curvature or all(slot.parameter.grad is None for slot in slots)
+        if untouched or (is_late and not always):
             self._warn_once(
                 "step() comes without a backward pass since the last one, or its layers saw none: call "
                 "preconditioner.step() (a PreconditionedOptimizer's step does) once after each loss.backward(), and "
                 "build the Preconditioner, or the optimizer that holds it, before the forward pass",
                 "no-backward-pass",
             )
-        return not untouched
+        return always or not untouched
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         capture = self._capture

@@ -141,13 +141,15 @@ class PreconditionedOptimizer(Optimizer):
             The value that `closure` returned.
 
         Raises:
-            ValueError: as `natgrad.Preconditioner.step`. Nothing has been changed then.
+            ValueError: as `natgrad.Preconditioner.step`, or if there is a ``GradScaler`` and natgrad averages the
+                gradients of several ranks. Nothing has been changed then.
             CurvatureError: as `natgrad.Preconditioner.step`, or if as many steps in a row were skipped as
                 `natgrad.Guard` says.
 
         Warns:
             NatgradWarning: once, if a step is skipped.
         """
+        self._check_scaler()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -169,6 +171,13 @@ class PreconditionedOptimizer(Optimizer):
             self._has_moved = True
         return loss
 
+    def _check_scaler(self) -> None:
+        """Check that a ``GradScaler`` calls `step` on all ranks or on none: it decides by the gradients of each."""
+        preconditioner = self.preconditioner
+        scaling, allowed = preconditioner._scaling, "'averaged' with a GradScaler, or a Preconditioner of its own"
+        fits = not (scaling.reduces and scaling.skips and preconditioner._communicator.ranks > 1)
+        require(fits, "gradients", "reduce", allowed)
+
     @torch.no_grad()
     def _find_skipped_step(self) -> Tensor | None:
         """Return whether the gradient of any parameter on any rank is not finite (bool). None: all are, as known.
@@ -179,6 +188,7 @@ class PreconditionedOptimizer(Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         norms = gradient_norms(parameters)
         runtime, reduces = preconditioner._communicator, preconditioner._scaling.reduces
+        runtime.call = f"step() {preconditioner._progress.step}"
         if runtime.ranks > 1 and (reduces or any(map(is_sharded, parameters))):
             found = (~norms.isfinite()).float()
             runtime.sum_(found, "counters")

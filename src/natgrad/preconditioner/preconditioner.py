@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.counts import DEFAULT_REDUCTION, Count, Reduction, Reductions
-from natgrad.capture.early import EarlyStatistics
 from natgrad.capture.hooks import Hooks
+from natgrad.capture.overlapped import OverlappedStatistics
 from natgrad.capture.pipelined import BucketedStatistics, listen
 from natgrad.capture.sampled import LabelSampler
 from natgrad.capture.sums import RowBuffer, Shares, StatisticsBuffer, of_sides
@@ -170,10 +170,10 @@ class Preconditioner:
             mesh: A one-dimensional ``DeviceMesh`` instead of `process_group`, or the mesh of FSDP2.
             guard: How natgrad reacts to numerical failures.
             gradients: "averaged": ``.grad`` is already averaged over the ranks (``DistributedDataParallel``, FSDP2).
-                "reduce": natgrad averages it in `step`, weighted by samples, and replaces the communication hook of
+                "reduce": natgrad averages it, weighted by samples, and replaces the communication hook of
                 ``DistributedDataParallel``. If a layer has one worker, its gradient is sent to that rank only, during
                 the backward pass, and comes back preconditioned: as many bytes in total as without natgrad. Until then
-                ``.grad`` is that of this rank's samples.
+                ``.grad`` is that of this rank's samples, and changes through ``.grad.data`` are not noticed.
             accumulation: With K backward passes per step, whether the loss is divided by K ("mean") or not ("sum").
             scaler: The ``GradScaler`` that scales the loss.
             seed: Seed of the labels drawn for the sampled Fisher. Each rank draws different labels.
@@ -295,7 +295,8 @@ class Preconditioner:
         """Replace ``.grad`` by the natural gradient.
 
         Call it after ``backward`` (and ``scaler.unscale_``), before gradient clipping and ``optimizer.step()``. If
-        ``.grad`` still holds what the last call wrote, it stays unchanged, with a warning.
+        ``.grad`` still holds what the last call wrote, it stays unchanged, with a warning. (With ``gradients="reduce"``
+        there is the warning alone, because a rank may have no batch.)
 
         Args:
             count: With "tokens": the number of positions on this rank that counted in the loss since the last step,
@@ -343,8 +344,7 @@ class Preconditioner:
 
         scale = self._reduce_gradients(count)
         shares = self._shares(count)
-        updates_later = not due and self._can_update_later
-        if not updates_later:
+        if self._capture.wanted:
             self._update_averages(shares)
         if due and (progress.last_factors is not None or self._structure.gathered):
             self._refresh(shares, damping, due)
@@ -352,8 +352,6 @@ class Preconditioner:
             self._continue_refresh(damping)
 
         self._precondition(damping, scale)
-        if updates_later:  # their messages have travelled meanwhile
-            self._update_averages(shares)
 
         progress.step += 1
         self._expect_count(count)
@@ -493,12 +491,7 @@ class Preconditioner:
         return capture.shares(count, None if self._scaling.reduces or runtime.ranks == 1 else average)
 
     def _update_averages(self, shares: Shares) -> None:
-        """Sum the statistics over the ranks, and update the running averages; under "background" one step later.
-
-        Nothing is done where no statistics are due.
-        """
-        if not self._capture.wanted:
-            return
+        """Sum the statistics over the ranks, and update the running averages; under "background" one step later."""
         progress, structure, runtime = self._progress, self._structure, self._communicator
         self._capture.finish()
         sums = self._capture.sums
@@ -654,15 +647,6 @@ class Preconditioner:
         )
 
     @property
-    def _can_update_later(self) -> bool:
-        """Whether nothing in a step without a refresh reads the averages that it updates."""
-        if self._communicator.ranks == 1:
-            return False
-        goes_on = self._scheduler.is_spread(self._progress) or self._inspection.not_finite
-        specs = (spec for group in self._structure.groups for spec in group.statistics)
-        return not (goes_on or self._refreshes_in_background or any(spec.used_by_precondition for spec in specs))
-
-    @property
     def _refreshes_in_background(self) -> bool:
         """Whether decompositions run in the background. The first ones never do."""
         rule = self._structure.plan.placement.rule
@@ -682,10 +666,10 @@ class Preconditioner:
     def _attach(self) -> None:
         """Attach hooks to the present layers, and begin to capture their statistics."""
         structure, several = self._structure, self._communicator.ranks > 1
-        queues: Sequence[dist.ProcessGroup | None] = ()
+        group = None
         if self._reduction is not None:
             self._reduction.close()
-            queues = self._reduction.queues
+            group = self._reduction.group
         if self._scaling.reduces:
             plan = structure.plan
             self._reduction = GradientReduction(
@@ -694,7 +678,7 @@ class Preconditioner:
                 self._communicator,
                 chunk=plan.placement.bucket,
                 posted=self._capture.send_sums,
-                queues=queues,
+                group=group,
             )
         if not self._detached:
             rows = RowBuffer(structure.gathered, structure.precision.wire if several else None)
@@ -717,7 +701,9 @@ class Preconditioner:
         if reduction is not None and several and not placement.rule.renews_in_background:
             layers = [layer for layer, _ in structure.coverage.layers]
             chunk_of = {layer.name: reduction.last_chunk(slot.parameter for slot in layer.slots) for layer in layers}
-            return EarlyStatistics(structure.summed, chunk_of=chunk_of, runtime=runtime, wire=structure.precision.wire)
+            return OverlappedStatistics(
+                structure.summed, chunk_of=chunk_of, runtime=runtime, wire=structure.precision.wire
+            )
         if not (placement.rule.sends_during_backward and several):
             return StatisticsBuffer(structure.summed, fused=several)
         return BucketedStatistics(

@@ -25,9 +25,6 @@ from natgrad.state.block_group import BlockGroup, RankRole
 from natgrad.state.decisions import DecisionState, check_use
 from natgrad.state.tensors import packed_shape, spec_dtype
 
-# The steps that the balance of workers counts for each inverse refresh: K-FAC's default.
-_STEPS = 10.0
-
 
 class Structure:
     """Which layers a model has, the groups of their blocks, and the ranks that work for them."""
@@ -110,7 +107,8 @@ class Structure:
     def _planned(self) -> Plan[str]:
         works = {layer.key: demand_of(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
         # Layers that remain keep their workers, because other ranks may not have their curvature, and "auto" chooses
-        # once. It chooses comm-opt for curvatures that read computed tensors or gather rows.
+        # once. It chooses comm-opt for curvatures that read computed tensors or gather rows, otherwise reduce-scatter
+        # where natgrad averages the gradients.
         placement, factor_refreshes = self._placement, 10.0
         if placement.positions is not None and self._refresh is not None:
             factor_refreshes = self._refresh.inverse_interval(0) / self._refresh.factor_interval(0)
@@ -126,7 +124,6 @@ class Structure:
             self._ranks,
             self._assignments,
             factor_refreshes=factor_refreshes,
-            steps=_STEPS,
             share=_memory_share(self.coverage.layers, self._ranks),
         )
         self._placement = plan.placement
@@ -217,7 +214,7 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
         results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
         rows=held_rows if rows else None,
         gradients=n * prod(sizes),
-        step=n * curvature.step_cost(*sizes),
+        step_cost=n * curvature.step_cost(*sizes),
         is_sharded=any(is_sharded(slot.parameter) for slot in layer.slots),
         blocks=n,
         averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),

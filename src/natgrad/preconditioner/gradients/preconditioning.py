@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator
+from natgrad.distributed.buckets import LEAST_MESSAGES
 from natgrad.distributed.fsdp import held_rows, post_rows
 from natgrad.errors import NatgradError
 from natgrad.layers import Slot
@@ -25,8 +26,6 @@ from natgrad.state.tensors import along
 
 # Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.
 _BUCKET = 2**26
-# The least number of such messages, if there are as many groups, so that one is sent while another is preconditioned.
-_LEAST_BUCKETS = 8
 # The bytes of gradients that are preconditioned together, which bounds the memory of intermediate results.
 _PIECE = 2**26
 # From this number of elements on, inner products on a CPU are computed one by one.
@@ -159,7 +158,7 @@ def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]
     bucket: list[GroupGradients] = []
     size = 0
     sizes = [one.group.size * one.group.outputs * one.group.inputs * one.dtype.itemsize for one in entries]
-    limit = min(_BUCKET, sum(sizes) // _LEAST_BUCKETS)
+    limit = min(_BUCKET, sum(sizes) // LEAST_MESSAGES)
     for entry, added in zip(entries, sizes, strict=True):
         if bucket and size + added > limit:
             yield bucket

@@ -5,10 +5,10 @@ preconditioned gradients that the workers send afterwards, about as many bytes a
 data parallelism.
 
 Gradients are cut into chunks, in the order of the backward pass. A chunk is sent as soon as all of its gradients have
-arrived. What such a message needs is known only in ``step``: whether another pass follows or ``.grad`` is changed, and
-how many samples each rank has. So a pass sends by the numbers of the last step, and the ranks agree in ``step`` whether
-these were right on all of them. If not, all gradients are sent again. After two such steps in a row they are sent in
-``step`` alone for a while.
+arrived. What such a message needs is known only in ``step``: how many samples each rank has, whether another pass
+follows, and whether ``.grad`` is changed. So if two steps had the same samples and passes on every rank, the passes of
+the next one send as if it had them, too. In ``step`` the ranks agree whether this was right on all of them. If not, all
+gradients are sent again; and if more passes or a changed ``.grad`` were the reason, later passes send nothing.
 """
 
 # No postponed annotations here: DistributedDataParallel inspects the annotations of its communication hook.
@@ -21,22 +21,17 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.distributed import Communicator, flatten, unflatten
-from natgrad.distributed.buckets import Slices
+from natgrad.distributed.buckets import LEAST_MESSAGES, Slices
 from natgrad.distributed.communicator import Work
+from natgrad.distributed.ddp import find_replica
 from natgrad.errors import NatgradError, require
 from natgrad.layers import Handle, remove_all
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import at_least_float32
 from natgrad.state.block_group import BlockGroup
-
-# The least number of chunks, if there are as many gradients: a small model's would otherwise all be in the last one.
-_LEAST_CHUNKS = 8
-# After how many steps in a row whose gradients were sent twice passes send nothing, and for how many steps.
-_MOST_REPEATED, _REST = 2, 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +72,9 @@ class _Chunk:
         """Whether the rows have a worker."""
         return self.parts[0].owner is not None
 
-    def post(self, runtime: Communicator, weight: Tensor, queue: ProcessGroup | None) -> Work:
-        """Start to sum the gradients of all ranks, each times its `weight`; all sums use at least float32.
-
-        The message goes into a `queue`; None: that of the step.
-        """
-        parameter, group = self.parts[0].parameter, runtime.group if queue is None else queue
+    def post(self, runtime: Communicator, weight: Tensor, group: ProcessGroup | None) -> Work:
+        """Start to sum the gradients of all ranks, each times its `weight`; all sums use at least float32."""
+        parameter = self.parts[0].parameter
         dtype = at_least_float32(parameter.dtype)
         weight = weight.to(parameter.device, dtype)
         if not self.is_owned:
@@ -109,7 +101,7 @@ class GradientReduction:
 
     Attributes:
         has_sent: Whether the last step used what its passes have sent.
-        queues: The process groups for messages of passes, of gradients and of `posted`. Empty: there were none yet.
+        group: The process group of the messages of passes. None: there were none yet.
         paused: Whether passes send nothing.
     """
 
@@ -121,26 +113,23 @@ class GradientReduction:
         *,
         chunk: int,
         posted: Callable[[int, ProcessGroup | None], None],
-        queues: Sequence[ProcessGroup | None],
+        group: ProcessGroup | None,
     ) -> None:
         """Cut the gradients into chunks of about `chunk` bytes, and observe the backward passes.
 
         With `groups` only the worker of each layer receives its gradient; on other ranks ``.grad`` stays unchanged.
-        After each chunk that is sent by the numbers of the last step, `posted` is called with its number and a queue.
+        After each chunk that a pass sends, `posted` is called with its number and the `group`.
         """
-        wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
-        self._is_wrapped = isinstance(wrapper, DistributedDataParallel)
+        self._is_wrapped = find_replica(model) is not None
         self._model, self._groups, self._runtime, self._limit = model, groups, runtime, chunk
-        self._call_posted: Callable[[int, ProcessGroup | None], None] | None = posted
-        self.has_sent, self.queues, self.paused = False, queues, False
+        self._call_posted = posted
+        self.has_sent, self.group, self.paused = False, group, False
         self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-        # Equal on all ranks: whether passes send, the steps in a row that were sent twice, and the steps until a
-        # training whose passes do not send tries again.
-        self._sends, self._repeated, self._rest = False, 0, 0
-        # The samples and passes of the last step, by which a pass sends. None: those of a step are not known before.
-        self._expected: tuple[float | Tensor, int] | None = None
-        self._weight = torch.ones(())
+        # Equal on all ranks: whether the passes of this step send, and whether those of later ones may.
+        self._sends, self._may_send = False, runtime.ranks > 1
+        self._last: tuple[float | Tensor, int] | None = None  # the samples and passes of the last step
+        self._weight: Tensor
         self._waiting: list[tuple[_Chunk, Work]] = []
         self._restart()
 
@@ -150,7 +139,7 @@ class GradientReduction:
         self._chunks = list(_cut(self._trained, self._groups, self._limit, self._runtime.ranks))
         remove_all(self._handles)
         arrived: weakref.WeakMethod[Callable[[Tensor], None]] = weakref.WeakMethod(self._arrived)
-        for parameter in self._trained if self._runtime.ranks > 1 else ():
+        for parameter in self._trained if self._may_send else ():
             self._handles.append(parameter.register_post_accumulate_grad_hook(_Reporter(arrived)))
         self._forget()
 
@@ -172,7 +161,7 @@ class GradientReduction:
 
     def _arrived(self, parameter: Tensor) -> None:
         """Send the chunks that are complete with this gradient, if this is the last pass of the step."""
-        if not self._sends or self.paused or self._expected is None:
+        if not self._sends or self.paused or self._last is None:
             return
         current = torch._C._current_graph_task_id()
         if current != self._pass:
@@ -182,18 +171,17 @@ class GradientReduction:
                 _call_last(self._note_versions)
         self._is_wrong |= id(parameter) in self._sent
         self._seen.add(id(parameter))
-        if self._count != max(1, self._expected[1]) or self._is_wrong:
+        if self._count != max(1, self._last[1]) or self._is_wrong:
             return
         while len(self._posted) < len(self._chunks) and self._chunks[len(self._posted)].parameters <= self._seen:
-            self._post_early()
+            self._post_next()
             self._note_versions()
 
-    def _post_early(self) -> None:
+    def _post_next(self) -> None:
         index = len(self._posted)
-        self._posted.append(self._chunks[index].post(self._runtime, self._weight, self.queues[0]))
+        self._posted.append(self._chunks[index].post(self._runtime, self._weight, self.group))
         self._sent |= self._chunks[index].parameters
-        if self._call_posted is not None:
-            self._call_posted(index, self.queues[1])
+        self._call_posted(index, self.group)
 
     def last_chunk(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the number of the last chunk that has rows of these parameters."""
@@ -225,11 +213,11 @@ class GradientReduction:
         on another one, counts as zero.
 
         Args:
-            samples: Of this rank.
+            samples: The samples of this rank.
             ratio: A factor for this rank's gradients.
-            passes: The backward passes of this rank.
+            passes: The number of backward passes of this rank.
             summed: Whether the loss is a sum over samples.
-            predictable: Whether the next step may send by the numbers of this one, if they stay the same.
+            predictable: Whether samples and passes alone determine the weights.
             step: The number of the step.
 
         Returns:
@@ -241,24 +229,28 @@ class GradientReduction:
         """
         runtime, numbers = self._runtime, (samples, passes)
         is_outdated = self._present()[1] != self._kinds
-        is_right = predictable and not is_outdated and numbers == self._expected
-        self.has_sent = self._sends and self._agree(is_right=is_right)
+        if self._may_send:
+            self._agree(is_right=predictable and not is_outdated and numbers == self._last)
         if is_outdated:
+            self._sends = self._may_send = False  # statistics are laid out for the former chunks
+            former = self._trained
             self._restart()
-            self._call_posted = None  # its numbers are those of other chunks
+            for parameter in former:  # frozen after the pass, whose gradients no rank averages any more
+                if not any(parameter is other for other in self._trained):
+                    parameter.grad = None
         if runtime.ranks == 1 or not self._trained:
             return 1.0 / max(1, samples) if summed else 1.0
         total = _exchange_counters(self._trained, runtime, samples, step)
         # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
         mean_weight = torch.where(total > 0, samples / total.where(total > 0, 1), 1 / runtime.ranks)
         self._weight = (torch.ones_like(total) if summed else mean_weight) * ratio
-        posted = self._posted if self.has_sent else [chunk.post(runtime, self._weight, None) for chunk in self._chunks]
-        self._waiting = list(zip(self._chunks, posted, strict=True))
+        if not self.has_sent:
+            self._posted = [chunk.post(runtime, self._weight, runtime.group) for chunk in self._chunks]
+        self._waiting = list(zip(self._chunks, self._posted, strict=True))
         self._forget()
         self.write(only_owned=self._groups is not None)
         several = len({parameter.device for parameter in self._trained}) > 1  # each has a thread of passes
-        self._expected = numbers if predictable and not several else None
-        self._decide()
+        self._last = numbers if predictable and not several else None
         if not summed:
             return 1.0
         wide = torch.float64 if any(parameter.dtype == torch.float64 for parameter in self._trained) else torch.float32
@@ -271,34 +263,21 @@ class GradientReduction:
                 chunk.write(work.wait(), self._runtime.rank)
         self._waiting = [(chunk, work) for chunk, work in self._waiting if only_owned and not chunk.is_owned]
 
-    def _decide(self) -> None:
-        """Decide, alike on all ranks, whether the passes of the next step send."""
-        if self._sends and self._repeated >= _MOST_REPEATED:
-            self._sends, self._repeated, self._rest = False, 0, _REST
-        if self._sends:
-            return
-        if self._rest:
-            self._rest -= 1
-            return
-        self._sends = not self._runtime.any_on_host(self._expected is None)
-        if not self._sends:
-            self._rest = _REST
-        elif not self.queues:
-            self.queues = self._runtime.new_queue(), self._runtime.new_queue()
-
-    def _agree(self, *, is_right: bool) -> bool:
-        """Send the remaining chunks, and return whether all ranks have sent what they should. Otherwise drop all."""
-        is_changed = any(map(self._is_changed, self._trained))
-        while len(self._posted) < len(self._chunks):
-            self._post_early()
-        if not self._runtime.any_on_host(self._is_wrong or is_changed or not is_right):
-            self._repeated = 0
-            return True
-        self._repeated += 1
-        for work in self._posted:
-            work.drop()
-        self._forget()
-        return False
+    def _agree(self, *, is_right: bool) -> None:
+        """Agree on all ranks whether what the passes have sent is used, and whether those of the next step send."""
+        is_changed = self._is_wrong or any(map(self._is_changed, self._trained))
+        while self._sends and len(self._posted) < len(self._chunks):
+            self._post_next()
+        agreed = not self._runtime.any_on_host(is_changed or not is_right)
+        self.has_sent = self._sends and agreed
+        if self._sends and not agreed:
+            for work in self._posted:
+                work.drop()
+            self._forget()
+            self._may_send = not self._runtime.any_on_host(is_changed)
+        self._sends = agreed and self._may_send
+        if self._sends and self.group is None:
+            self.group = self._runtime.new_group()
 
     def detach(self) -> None:
         """Stop observing passes."""
@@ -308,7 +287,7 @@ class GradientReduction:
         """Stop observing, and finish the messages that any rank may have begun; all ranks must call it."""
         self.detach()
         while self._sends and len(self._posted) < len(self._chunks):
-            self._post_early()
+            self._post_next()
         for work in self._posted:
             work.drop()
         self._sends = False
@@ -388,7 +367,7 @@ def _split(trained: Iterable[nn.Parameter], groups: Sequence[BlockGroup]) -> Ite
 def _cut(trained: list[nn.Parameter], groups: Sequence[BlockGroup] | None, limit: int, ranks: int) -> Iterator[_Chunk]:
     """Yield chunks of gradients in the reverse order of the model, those of one layer's worker apart from others."""
     rows = [_Rows(parameter, None, None) for parameter in trained] if groups is None else list(_split(trained, groups))
-    limit = min(limit, sum(part.nbytes for part in rows) // _LEAST_CHUNKS)
+    limit = min(limit, sum(part.nbytes for part in rows) // LEAST_MESSAGES)
     filling: dict[tuple[object, ...], list[_Rows]] = {}
     owned: Counter[int | None] = Counter()  # the bytes of each worker that are not in a chunk yet
     for part in reversed(rows):
@@ -415,7 +394,7 @@ def _joined(parts: Sequence[_Rows], weight: Tensor) -> Tensor:
 def check_averages(model: nn.Module) -> None:
     """Raise a ``ValueError`` if an earlier preconditioner has stopped this model's wrapper from averaging gradients."""
     allowed = "'reduce' for a model that has had a preconditioner with gradients='reduce'"
-    require(model not in _taken_over, "gradients", "averaged", allowed)
+    require(find_replica(model) not in _taken_over, "gradients", "averaged", allowed)
 
 
 def take_over_reduction(model: nn.Module) -> None:
@@ -424,14 +403,15 @@ def take_over_reduction(model: nn.Module) -> None:
     Raises:
         ValueError: if `model` already has a communication hook of another kind.
     """
-    if isinstance(model, DistributedDataParallel) and model not in _taken_over:
+    replica = find_replica(model)
+    if replica is not None and replica not in _taken_over:
         try:
-            model.register_comm_hook(None, _leave_alone)
+            replica.register_comm_hook(None, _leave_alone)
         except RuntimeError as error:
             raise ValueError(
                 f"gradients='reduce' is not allowed: the model has a communication hook: {error}"
             ) from None
-        _taken_over.add(model)
+        _taken_over.add(replica)
 
 
 _taken_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -139,12 +139,12 @@ class Scaling:
         """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
 
         Args:
-            reduction: That of the gradients; None: they are averaged.
+            reduction: Averages the gradients. None: they are averaged already.
             runtime: The ranks.
-            device: Of the layers' gradients; None: there are no layers.
-            dtype: Of these.
-            samples: Of this rank.
-            backwards: The backward passes of this rank.
+            device: The device of the layers' gradients. None: there are no layers.
+            dtype: Their dtype.
+            samples: The samples of this rank.
+            backwards: The number of backward passes of this rank.
             step: The number of the step.
             counted: Whether `samples` are counted in the passes alone.
         """

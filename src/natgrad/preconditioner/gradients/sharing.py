@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator, Plan
-from natgrad.distributed.buckets import Slices
+from natgrad.distributed.buckets import LEAST_MESSAGES, Slices
 from natgrad.distributed.fsdp import Holders, from_blocks
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows, has_shards
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import LayerBlocks
-
-# The least number of messages, if there are as many groups of layers.
-_LEAST_MESSAGES = 8
 
 
 def share(
@@ -34,14 +31,17 @@ def share(
     """
     holders, row = Holders(runtime), plan.row(runtime.rank)
     runtime.subgroup(row)
-    least = sum(layer.gradients for layer in plan.layers.values()) // _LEAST_MESSAGES
+    least = sum(layer.gradients for layer in plan.layers.values()) // LEAST_MESSAGES
     found: list[GroupGradients] = []
     bucket: list[GroupGradients] = []
     posted: list[Callable[[], None]] = []
 
     def post() -> None:
-        shares = _share_rows if has_shards(bucket[0].group) else _share_whole
-        posted.append(shares(list(bucket), row, runtime, holders, failure_counters))
+        some = list(bucket)
+        if has_shards(some[0].group):
+            posted.append(_share_rows(some, row, runtime, holders, failure_counters))
+        else:
+            posted.append(_share_whole(some, row, runtime, failure_counters))
         bucket.clear()
 
     for entry in entries:
@@ -68,7 +68,6 @@ def _share_whole(
     bucket: Sequence[GroupGradients],
     row: Sequence[int],
     runtime: Communicator,
-    _: Holders,
     failure_counters: FailureCounters,
 ) -> Callable[[], None]:
     """Start to exchange whole gradients, each followed by its counters; return a function that receives them."""

@@ -13,13 +13,13 @@ import torch
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from natgrad.capture.sums import Bucket, StatisticsBuffer, post_to_workers
+from natgrad.capture.sums import Bucket, StatisticsBuffer, post_sums
 from natgrad.distributed import Communicator
 from natgrad.distributed.communicator import Work
 from natgrad.state.block_group import BlockGroup
 
 
-class EarlyStatistics(StatisticsBuffer):
+class OverlappedStatistics(StatisticsBuffer):
     """Raw sums of which copies are sent when the gradients of their layers have been sent."""
 
     def __init__(
@@ -44,34 +44,24 @@ class EarlyStatistics(StatisticsBuffer):
         """Return the layers whose sums are sent with a chunk of gradients."""
         return [name for name in self._specs if self._chunk_of[name] == chunk]
 
-    def send(self, chunk: int, gain: float | torch.Tensor, queue: ProcessGroup | None) -> None:
-        """Send copies of the sums of the layers of a chunk in a queue of messages; `gain` as of `close`."""
-        to_workers: dict[object, list[Bucket]] = {}
-        for bucket in self._buckets:
-            where = bucket.role.assignment.sums
-            if where == "alone" or self._chunk_of[bucket.names[0]] != chunk:
-                continue
-            sent = copy(bucket)
+    def send(self, chunk: int, gain: float | torch.Tensor, group: ProcessGroup | None) -> None:
+        """Send copies of the sums of the layers of a chunk in the queue of a group; `gain` as of `close`."""
+        found = [bucket for bucket in self._buckets if self._chunk_of[bucket.names[0]] == chunk]
+        copies = [copy(bucket) for bucket in found]
+        for bucket, sent in zip(found, copies, strict=True):
             sent.release()
-            buffer = sent.allocate().copy_(bucket.allocate())
+            sent.allocate().copy_(bucket.allocate())
             sent.close(self.sample_counts, {}, gain)
-            self._sent.append((bucket, sent))
-            if where == "all":
-                sent.post(self._runtime, self._wire, queue)
-            else:
-                to_workers.setdefault((buffer.dtype, buffer.device), []).append(sent)
-        for buckets in to_workers.values():
-            self._works += post_to_workers(buckets, self._runtime, self._wire, queue)
+        self._sent += zip(found, copies, strict=True)
+        self._works += post_sums(copies, self._runtime, self._wire, group)
 
     @override
     def reduce(self, runtime: Communicator, wire: torch.dtype | None) -> None:
         if not self._sent:
             super().reduce(runtime, wire)
-            return
         for work in self._works:
             work.wait()
         for bucket, sent in self._sent:
-            sent.wait()
             bucket.buffer, bucket.views = sent.buffer, sent.views
         self._sent, self._works = [], []
 
@@ -84,6 +74,4 @@ class EarlyStatistics(StatisticsBuffer):
     def abandon(self) -> None:
         for work in self._works:
             work.drop()
-        for _, sent in self._sent:
-            sent.drop()
         self._sent, self._works = [], []
