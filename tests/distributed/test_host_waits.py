@@ -96,4 +96,5 @@ WAYS = {
 def test_a_plain_step_waits_for_nothing(ranks, way):
     for found in ranks.run(2, read_in_steps, *WAYS[way]):
         assert found[0]  # the first one checks what ranks have, and renews
-        assert [places for step, places in enumerate(found) if step % 5] == [[]] * 6
+        busy = {0, 5} | ({1} if "reduce" in way else set())  # the second one creates the group of the passes' messages
+        assert [places for step, places in enumerate(found) if places and step not in busy] == []
