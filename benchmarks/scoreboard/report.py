@@ -359,7 +359,8 @@ def page(data: Mapping[str, Any], images: str) -> str:
         f"Then {data['seeds']} fresh seeds of the best setting. All numbers are medians of the fresh seeds.",
         "- The learning rates, second parameters and rules were last changed before the first published result, but "
         "after trial runs: AdamW's second parameter was chosen by runs on three tasks. The rule for the one setting "
-        "(below) and the timing of whole cycles were changed later.",
+        "(below) and the timing of whole cycles were changed later. The steps of all methods were timed anew when "
+        "natural Muon's had become cheaper.",
         f"- The same schedule for all: {WARM_UP:.0%} linear warm-up, then a cosine to zero. No weight decay. float32, "
         "one thread.",
         f"- Two horizons: N steps and {LONG_HORIZON}N. At {LONG_HORIZON}N: the {LONG_METHODS} methods of the best mean "
