@@ -29,3 +29,12 @@ def test_only_the_surplus_travels_twice(sizes):
     assert [slices.received(rank) for rank in ranks] == [even + own for own in surplus]
     assert sum(slices.sent(rank) for rank in ranks) == sum(slices.received(rank) for rank in ranks)
     assert slices.is_even == (not any(surplus))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_nearly_even"),
+    [((6, 4), True), ((7, 3), False), ((100,) * 10 + (0,) * 54, True), ((100,) * 4 + (0,) * 60, False)],
+)
+def test_a_bucket_is_nearly_even_if_no_rank_has_much_more_than_its_slice(sizes, is_nearly_even):
+    """Of 64 ranks most own nothing of a message with ten layers."""
+    assert Slices(sizes).is_nearly_even == is_nearly_even

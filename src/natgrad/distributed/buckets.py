@@ -15,7 +15,7 @@ from natgrad.linalg.precision import power_of_two
 _NOTHING = slice(0, 0)
 # A model's numbers are cut into so many messages, if it has as many layers: one travels while the next is computed.
 LEAST_MESSAGES = 8
-# The share of a bucket that may be sent twice.
+# The share of a bucket that one rank may send or receive twice.
 _MOST_SURPLUS = 0.1
 # Float16 values are scaled below 2¹⁵, so that rounding up cannot overflow.
 _TOP = 15
@@ -68,8 +68,8 @@ class Slices:
 
     @property
     def is_nearly_even(self) -> bool:
-        """Whether little of the bucket is sent twice."""
-        return sum(self._leaving) <= _MOST_SURPLUS * self.total
+        """Whether no rank sends or receives much of the bucket twice."""
+        return max(self.sizes) - self.length <= _MOST_SURPLUS * self.total
 
     def first(self, rank: int) -> slice:
         """Return the position of a rank's first numbers in its slice, and equally among all its numbers."""
