@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from natgrad.distributed.rules import PlacementRule, names, rule_of
-from natgrad.errors import did_you_mean, require, require_one_of
+from natgrad.errors import ArgumentError, did_you_mean, require, require_one_of
 from natgrad.schedule import check_whole, is_number, is_whole
 
 
@@ -117,12 +117,11 @@ def resolve(placement: object) -> Placement:
     allowed = f"{', '.join(map(repr, known))} ('hybrid:0.5' with its fraction), a natgrad.Placement or a PlacementRule"
     require(isinstance(placement, str), "placement", placement, allowed)
     name, colon, fraction = str(placement).partition(":")
-    fits = name in known and bool(colon) == (name == "hybrid")
+    fits = name in known and (not colon or name == "hybrid")
     require(fits, "placement", placement, allowed, did_you_mean(name, known))
-    if not colon:
+    if name != "hybrid":
         return Placement(name=name)
     try:
         return Placement(name="hybrid", fraction=float(fraction))
     except ValueError:
-        require(False, "placement", placement, "'hybrid:' and a number in (0, 1]")
-        raise
+        raise ArgumentError("placement", placement, "'hybrid:' and a number in (0, 1], such as 'hybrid:0.5'") from None

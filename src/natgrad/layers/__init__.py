@@ -109,7 +109,8 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
     """Return the layers of `module`, whose qualified name is `name`, or the reason why it has none."""
     base = _base(module)
     if isinstance(module, nn.RNNBase) and base not in _REGISTERED:
-        return f"nn.{module.mode.partition('_')[0]} hides its gates: use cells, such as nn.LSTMCell"
+        kind = module.mode.partition("_")[0]
+        return f"nn.{kind} hides its gates: use nn.{kind}Cell"
     if base is None and has_experts(module):
         return expert_layers(name, module)
     if base is None and not has_one_weight(module):

@@ -96,8 +96,8 @@ class CallOrder:
         if untouched or (is_late and not always):
             self._warn_once(
                 "step() comes without a backward pass since the last one, or its layers saw none: call "
-                "preconditioner.step() (a PreconditionedOptimizer's step does) once after each loss.backward(), and "
-                "build the Preconditioner, or the optimizer that holds it, before the forward pass",
+                "step() once after each loss.backward(), and build the Preconditioner, or the optimizer that holds it, "
+                "before the forward pass",
                 "no-backward-pass",
             )
         return always or not untouched
