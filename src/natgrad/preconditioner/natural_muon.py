@@ -175,10 +175,7 @@ class NaturalMuon(PreconditionedOptimizer):
         if any(_first_match(name, curvature) is None for name in every):
             _add(curvature, {"*": spectral()})
         by_adamw = [name for name in every if curvature[str(_first_match(name, curvature))] is None]
-        others = ", ".join(map(repr, by_adamw))
-        allowed = (
-            f"a model with other weight matrices than {others}, which AdamW moves; head='spectral' moves the head too"
-        )
+        allowed = f"a model with more matrices than {', '.join(map(repr, by_adamw))}, which AdamW moves (see head=)"
         require(len(by_adamw) < len(every), "model", type(model).__name__, allowed)
         rule = DoublingInterval(interval)
         preconditioner = Preconditioner(
