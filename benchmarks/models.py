@@ -100,3 +100,11 @@ WORKLOADS: dict[Name, Workload] = {
         reduction="tokens",
     ),
 }
+
+# Apart from the others, which every benchmark of workloads runs.
+GPT2_SHAPES = Workload(
+    title="12-layer transformer encoder in the shapes of GPT-2-small's blocks, 64 positions, batch 16",
+    architecture=lambda: Encoder(layers=12, width=768, hidden=3072, heads=12),
+    batch=WORKLOADS["encoder"].batch,
+    reduction="tokens",
+)

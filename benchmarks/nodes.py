@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from benchmarks.common import RESULTS, Seconds, conditions, interleave, median, save
 from benchmarks.links import hand_back, on_two_nodes
-from benchmarks.models import WORKLOADS
+from benchmarks.models import WORKLOADS, Workload
 from benchmarks.peers import DAMPING, FACTOR_DECAY, KFAC_PYTORCH, KL_CLIP, NEVER
 from benchmarks.placement_cycle import merge, wire_bytes
 
@@ -53,13 +53,17 @@ class Training:
         place: The number of the step in its lap.
     """
 
-    def __init__(self, wrapper: Wrapper, laps: Mapping[str, float] | None = None) -> None:
-        """Make the model. None: all laps are alike."""
+    def __init__(
+        self, wrapper: Wrapper | None, laps: Mapping[str, float] | None = None, workload: Workload = WORKLOAD
+    ) -> None:
+        """Make the model; `wrapper` None: in one process. `laps` None: all are alike."""
         self.laps = dict(laps or {"all": 1.0})
         self.lap, self.place = "", 0
-        self.model = WORKLOAD.model()
-        if wrapper == "ddp":
-            self.replica: nn.Module = DistributedDataParallel(self.model, bucket_cap_mb=2)
+        self.workload, self.model = workload, workload.model()
+        if wrapper is None:
+            self.replica: nn.Module = self.model
+        elif wrapper == "ddp":
+            self.replica = DistributedDataParallel(self.model, bucket_cap_mb=2)
         else:
             mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
             for block in self.model.layers:
@@ -67,7 +71,7 @@ class Training:
             self.replica = fully_shard(self.model, mesh=mesh)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.preconditioner: Any = None
-        self.inputs, self.labels = WORKLOAD.data()
+        self.inputs, self.labels = workload.data()
 
     def interval(self, *laps: str) -> Callable[[int], int]:
         """Return an interval, in steps, that makes the first step of laps of these kinds due, and no other."""
@@ -77,7 +81,7 @@ class Training:
         """Take a step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        WORKLOAD.loss(self.replica(self.inputs), self.labels).backward()
+        self.workload.loss(self.replica(self.inputs), self.labels).backward()
         if self.preconditioner is not None:
             self.preconditioner.step()
         for optimizer in self.optimizers:
@@ -98,34 +102,36 @@ class Training:
         return {f"step/{name}": value for name, value in taken.items()}
 
 
-def adamw(wrapper: Wrapper) -> Training:
+def adamw(wrapper: Wrapper | None, workload: Workload = WORKLOAD) -> Training:
     """Return AdamW for all parameters."""
-    training = Training(wrapper)
+    training = Training(wrapper, None, workload)
     training.optimizers = [torch.optim.AdamW(training.replica.parameters(), lr=1e-3)]
     return training
 
 
-def muon(wrapper: Wrapper) -> Training:
+def muon(wrapper: Wrapper | None, workload: Workload = WORKLOAD) -> Training:
     """Return torch's Muon for the matrices of the blocks, AdamW for the rest."""
-    training = Training(wrapper)
+    training = Training(wrapper, None, workload)
     matrices = [p for p in training.model.layers.parameters() if p.ndim == 2]
     rest = [p for p in training.replica.parameters() if all(p is not matrix for matrix in matrices)]
     training.optimizers = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
     return training
 
 
-def natural_muon(wrapper: Wrapper, **options: Any) -> Training:
+def natural_muon(
+    wrapper: Wrapper | None, workload: Workload = WORKLOAD, *, spread: int = 8, **options: Any
+) -> Training:
     """Return natural Muon at its defaults, with an interval of 100 steps."""
-    training = Training(wrapper, {"refresh": 0.1, "plain": 0.9})
-    due = training.interval("refresh")
-    refresh = natgrad.Refresh(factors=due, inverses=due, spread=8)
+    training = Training(wrapper, {"all": 0.1, "plain": 0.9}, workload)
+    factors, inverses = training.interval("all", "factors"), training.interval("all")
+    refresh = natgrad.Refresh(factors=factors, inverses=inverses, spread=spread)
     training.optimizers = [natgrad.NaturalMuon(training.replica, lr=1e-3, refresh=refresh, **options)]
     return training
 
 
-def kfac(wrapper: Wrapper, factors: int, **options: Any) -> Training:
+def kfac(wrapper: Wrapper | None, workload: Workload = WORKLOAD, *, factors: int, **options: Any) -> Training:
     """Return K-FAC beside AdamW, at (10, 100) or (1, 10)."""
-    training = Training(wrapper, {"all": 0.1, "factors": 0.9} if factors == 10 else None)
+    training = Training(wrapper, {"all": 0.1, "factors": 0.9} if factors == 10 else None, workload)
     renews = training.interval("all")
     every = training.interval("all", "factors") if factors == 10 else 1
     training.optimizers = [torch.optim.AdamW(training.replica.parameters(), lr=1e-3)]
@@ -160,9 +166,12 @@ def kfac_pytorch(wrapper: Wrapper, factors: int, fraction: float) -> Training:
 
 
 def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
-    """Return every contender by name, AdamW first; "reduce": natgrad averages the gradients itself."""
+    """Return every contender by name, AdamW first.
+
+    "reduce": natgrad averages the gradients itself. "bfloat16": factors are sent so.
+    """
     found: dict[str, Callable[[Wrapper], Training]] = {ADAMW: adamw, "torch.optim.Muon": muon}
-    reduce = {"gradients": "reduce"} if wrapper == "ddp" else None
+    reduce: dict[str, Any] | None = {"gradients": "reduce"} if wrapper == "ddp" else None
     for placement in ("comm-opt", "mem-opt"):
         found[f"natural Muon, {placement}"] = partial(natural_muon, placement=placement)
     if reduce is not None:
@@ -174,6 +183,8 @@ def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
             found[f"K-FAC {name}, {placement}"] = partial(kfac, factors=factors, placement=placement)
         if reduce is not None:
             found[f"K-FAC {name}, reduce"] = partial(kfac, factors=factors, **reduce)
+            narrow = natgrad.Precision(wire=torch.bfloat16)
+            found[f"K-FAC {name}, reduce, bfloat16"] = partial(kfac, factors=factors, precision=narrow, **reduce)
         if KFAC_PYTORCH and wrapper == "ddp":
             for fraction, placement in ((1.0, "comm-opt"), (0.0, "mem-opt")):
                 found[f"kfac-pytorch {name}, {placement}"] = partial(kfac_pytorch, factors=factors, fraction=fraction)
