@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/torchvision --upgrade torchvision timm
 	@touch $@
 
-DEMO := --set text.sequences=1024 --set text.context=64 --set text.width=64 --set glyphs.images=768 --batch-size 64 --epochs 6
+DEMO := --set text.sequences=896 --set text.context=64 --set text.width=64 --set glyphs.images=640 --batch-size 64 --epochs 6
 
 demo: $(READY)  ## Compare natural Muon and K-FAC with AdamW and Muon on two built-in tasks (about 4 minutes)
 	$(RUN)natgrad compare text glyphs $(DEMO) --optimizers natural-muon,kfac,adamw,muon --workers 2 --first-seed 100 --tuned examples/demo --out runs/demo

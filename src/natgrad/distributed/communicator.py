@@ -31,8 +31,8 @@ GroupKey = tuple[tuple[int, ...], str]
 _PIECE = 2**18
 # The purpose of the messages of hosts.
 _HOST = "host"
-# That of groups that one user has.
-_OWN = "own"
+# That of groups of which each has a single user; a number follows.
+_PRIVATE = "private"
 
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[GroupKey, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 # By world, the highest number used so far. Addresses of destroyed groups stay in the store, so numbers are not reused.
@@ -167,7 +167,8 @@ class Communicator:
     def new_group(self) -> dist.ProcessGroup | None:
         """Return another such group, which nothing else uses; collective."""
         known = {} if self.group is None else _kept.get(self.group, {})
-        return self.subgroup(range(self.ranks), f"{_OWN} {sum(_OWN in purpose for _, purpose in known)}")
+        number = sum(purpose.startswith(_PRIVATE) for _, purpose in known)
+        return self.subgroup(range(self.ranks), f"{_PRIVATE} {number}")
 
     # --- Objects and numbers ------------------------------------------------------------------------------------
 
