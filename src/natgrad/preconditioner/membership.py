@@ -32,8 +32,13 @@ class Membership:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Take the present parameters of `model` for those that the user has chosen for the groups, or left out."""
         self._model, self._optimizer = model, optimizer
-        self._known = dict(named_parameters(model))
-        self._ids = {id(parameter) for parameter in self._known.values()}
+        self._read(dict(named_parameters(model)))
+
+    def _read(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Take these for the present parameters."""
+        self._known, self._ids = parameters, set(map(id, parameters.values()))
+        self._modules = list(self._model.modules())
+        self._present = _parts(self._modules)
 
     @property
     def names(self) -> dict[int, str]:
@@ -49,15 +54,13 @@ class Membership:
         Warns:
             NatgradWarning: of trained parameters that are in no group.
         """
-        # Half the time of `parameters()`, whose names nothing needs here.
-        present = (parameter for module in self._model.modules() for parameter in module._parameters.values())
-        if self._ids == {id(parameter) for parameter in present if parameter is not None}:
+        if _parts(self._modules) == self._present:  # a tenth of the time of `parameters()`
             return
-        now = dict(named_parameters(self._model))
-        ids = {id(parameter) for parameter in now.values()}
-        if ids == self._ids:  # FSDP2 had left some unsharded
+        before, now, known = self._known, dict(named_parameters(self._model)), self._ids
+        self._read(now)
+        ids = self._ids
+        if ids == known:  # a module without parameters, or FSDP2 had left some unsharded
             return
-        before, self._known, self._ids = self._known, now, ids
         sorted_groups = [group for group in self._optimizer.param_groups if _is_sorted(group, before.values())]
         held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         idle = []
@@ -100,6 +103,13 @@ class Membership:
         state = self._optimizer.state.pop(old, None)
         if state is not None and new.shape == old.shape and type(new) is type(old):
             self._optimizer.state[new] = {name: _like(value, old, new) for name, value in state.items()}
+
+
+def _parts(modules: Iterable[nn.Module]) -> list[int]:
+    """Return the ids of all parameters and children of some modules."""
+    return [
+        id(part) for module in modules for parts in (module._parameters, module._modules) for part in parts.values()
+    ]
 
 
 def decayed(model: nn.Module) -> set[int]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from natgrad.distributed import Placement
 from natgrad.distributed.fsdp import find_mesh, is_sharded, local
 from natgrad.errors import ArgumentError, require, require_one_of, warn
 from natgrad.layers import layers_for
-from natgrad.linalg.device import multiplies_bfloat16, on_host
+from natgrad.linalg.device import multiplies_bfloat16
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.preconditioner.arguments import check_dense, unwrap
 from natgrad.preconditioner.coverage import Place, cover, excluded_by, places, unfrozen
@@ -432,16 +433,18 @@ class _Update(Optimizer):
         """Return whether AdamW's fused step can move a group: it reads real elements in their order."""
         if group.get("fused") is not None or group["foreach"] or group["differentiable"]:
             return False
-        for parameter in group["params"]:
-            state = self.state[parameter].values() if parameter in self.state else ()
-            tensors = [tensor for tensor in (parameter, parameter.grad, *state) if isinstance(tensor, Tensor)]
-            if parameter.device.type not in ("cpu", "cuda") or not parameter.is_floating_point():
-                return False
-            if on_host(parameter) and is_sharded(parameter):
-                return False
-            if not all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in tensors):
-                return False
-        return True
+        parameters = group["params"]
+        states = (self.state[parameter].values() for parameter in parameters if parameter in self.state)
+        tensors = [*parameters, *(parameter.grad for parameter in parameters), *chain.from_iterable(states)]
+        return all(_is_readable(tensor) for tensor in tensors if isinstance(tensor, Tensor)) and all(
+            parameter.is_floating_point() and (parameter.is_cuda or (parameter.is_cpu and not is_sharded(parameter)))
+            for parameter in parameters
+        )
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor lie in their order."""
+    return tensor.layout == torch.strided and tensor.is_contiguous()
 
 
 def _compare_heads(hooks: Hooks, matrices: Mapping[str, Place], chosen: Sequence[str]) -> None:

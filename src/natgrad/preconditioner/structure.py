@@ -149,7 +149,7 @@ class Structure:
     @property
     def is_newly_sharded(self) -> bool:
         """Whether FSDP2 shards the model since it was built."""
-        return not self._sharded and bool(managed(self.root.modules()))
+        return not self._sharded and bool(managed(place.module for place in self.coverage.watched))
 
     @property
     def has_other_layers(self) -> bool:

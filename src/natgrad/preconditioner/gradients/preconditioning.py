@@ -29,7 +29,7 @@ _BUCKET = 2**26
 # The bytes of gradients that are preconditioned together, which bounds the memory of intermediate results.
 _PIECE = 2**26
 # From this number of elements on, inner products on a CPU are computed one by one.
-_LONG = 8192
+_LONG = 65536
 
 
 def precondition(
@@ -229,11 +229,12 @@ def _check(entry: GroupGradients, skips: Tensor | None) -> None:
     group.state.failures.record_unusable(entry.blocks, unusable)
     del entry.W
     entry.is_fine = usable and skips is None
-    ready = zip(entry.members, group.are_ready(entry.members), strict=True)
-    entry.inner, entry.levels = _unless(skips, inner), [_level(group, member, is_ready=each) for member, each in ready]
+    entry.inner, entry.levels = _unless(skips, inner), _levels(group, entry.members)
 
 
-def _level(group: BlockGroup, member: LayerBlocks, *, is_ready: bool) -> Level:
-    if not is_ready:
-        return Level.PLAIN
-    return Level.STALE if group.state.failures.is_stale(member.blocks) else Level.FRESH
+def _levels(group: BlockGroup, members: list[LayerBlocks]) -> list[Level]:
+    ready, failures = group.are_ready(members), group.state.failures
+    if all(ready) and not failures.is_stale(slice(None)):
+        return [Level.FRESH] * len(members)
+    usual = (Level.STALE if failures.is_stale(member.blocks) else Level.FRESH for member in members)
+    return [level if each else Level.PLAIN for level, each in zip(usual, ready, strict=True)]

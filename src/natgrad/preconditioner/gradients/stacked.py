@@ -128,9 +128,8 @@ def has_shards(group: BlockGroup) -> bool:
 
 def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
     """Yield each parameter of some layers with its columns ``[n, o, ...]`` of their blocks `stacked`."""
-    start = 0
-    for member in members:
-        stop = start + member.stop - member.start
-        for slot in member.layer.slots:
-            yield member.layer, slot, stacked[start:stop, :, slot.columns]
-        start = stop
+    parts = stacked.split([member.stop - member.start for member in members])
+    for member, part in zip(members, parts, strict=True):
+        slots = member.layer.slots
+        for slot in slots:
+            yield member.layer, slot, part if len(slots) == 1 else part[:, :, slot.columns]
