@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 FILES = "https://github.com/natgrad/natgrad/blob/main/"
@@ -12,6 +11,5 @@ def on_page_markdown(markdown: str, **context: Any) -> str:
     """Return a page with absolute links to files of the repository; called by mkdocs."""
     if context["page"].file.src_uri == "scoreboard.md":
         context["page"].meta["hide"] = ["toc"]  # its tables need the width
-    if "/" in context["page"].file.src_uri:  # pages in folders link to pages
-        return markdown
-    return re.sub(r"\]\(\.\./", f"]({FILES}", markdown)
+    outside = "../" * (context["page"].file.src_uri.count("/") + 1)
+    return markdown.replace(f"]({outside}", f"]({FILES}")

@@ -1,1 +1,1 @@
-"""What trainers need beside `natgrad.create_optimizer`; each module imports its framework (docs/integrations.md)."""
+"""What trainers need beside `natgrad.create_optimizer`; each module imports its framework (docs/integrations)."""
