@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 PAGE = "https://natgrad.github.io/natgrad/trouble/"
 """The address of docs/trouble.md, which explains each warning, and errors that have several causes."""
@@ -118,6 +121,20 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
     lower = {choice.lower(): choice for choice in choices}
     near = get_close_matches(str(value).lower(), lower, 1)
     return f" (did you mean {lower[near[0]]!r}?)" if near else ""
+
+
+def with_suggestions(function: _Function) -> _Function:
+    """Have the ``TypeError`` of an unknown keyword argument name the nearest known one, or else all."""
+    known = list(inspect.signature(function).parameters)[1:]
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - known:
+            near = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{near}")
+        return function(*args, **kwargs)
+
+    return cast("_Function", checked)
 
 
 def describe(value: Any) -> Any:

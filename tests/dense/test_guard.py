@@ -1,6 +1,7 @@
 """When numbers go wrong: what is skipped, what stays, what is counted, and when it becomes an error."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -78,8 +79,9 @@ def test_a_poisoned_batch_is_skipped_counted_and_forgotten(poison, form):
     poison(model, bad)
     preconditioner.step()
     assert all(not p.grad.any() for p in model.parameters())
-    metrics = preconditioner.metrics()
+    metrics = json.loads(json.dumps(preconditioner.metrics()))  # plain numbers
     assert metrics["skipped_factors"] == metrics["skipped_gradients"] == 2  # two layers
+    assert metrics["damping"] == natgrad.Preconditioner(model, damping=DAMPING).metrics()["damping"]  # before a step
 
     backward(model, last)
     preconditioner.step()

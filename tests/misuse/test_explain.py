@@ -140,7 +140,8 @@ def test_optimizers_explain_themselves_and_say_what_moves_the_rest(monkeypatch):
     optimizer = natgrad.NaturalMuon(model, heads=["head"])
     text = str(optimizer.explain())
     assert "moved by AdamW alone" in text
-    assert "Spectral" in text
+    assert "natural Muon" in text
+    assert "Spectral" not in text
     assert "AdamW: excluded by the pattern 'head'" in " ".join(str(optimizer.explain(full=True)).split())
     assert optimizer.metrics() == optimizer.preconditioner.metrics()
     plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))

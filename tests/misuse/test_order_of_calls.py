@@ -154,6 +154,38 @@ def test_a_later_step_without_gradients_is_warned_of():
         training.preconditioner.step()
 
 
+# --- Two on one model -----------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_preconditioned_once():
+    training = Training()
+    other = natgrad.Preconditioner(training.model, optimizer=training.optimizer)
+    training.backward()
+    training.preconditioner.step()
+    before = [parameter.grad.clone() for parameter in training.model.parameters()]
+    with pytest.raises(natgrad.NatgradError, match=r"already preconditioned these gradients.*order-of-calls$"):
+        other.step()
+    assert all(one.equal(parameter.grad) for one, parameter in zip(before, training.model.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
+def test_two_that_step_in_turn_or_move_different_layers_are_silent():
+    training = Training()
+    first, last = ({pattern: natgrad.KFAC(), "*": None} for pattern in "02")
+    parts = [natgrad.Preconditioner(training.model, part, optimizer=training.optimizer) for part in (first, last)]
+    training.preconditioner.detach()
+    for _ in range(2):
+        training.backward()
+        for part in parts:
+            part.step()
+        training.optimizer.step()
+    whole = natgrad.NaturalMuon(training.model)  # takes over from these, which are not deleted
+    for _ in range(2):
+        whole.zero_grad()
+        training.loss().backward()
+        whole.step()
+
+
 # --- LBFGS ----------------------------------------------------------------------------------------------------------
 
 

@@ -240,7 +240,7 @@ def test_what_is_held(options, works):
 def test_a_plan_prints_itself():
     plan = make_plan(resolve("hybrid:0.5"), {"stem": kfac(64, 147), "head[0]": kfac(1000, 2049)}, 4)
     text = str(plan)
-    assert "hybrid:0.5: 2 layers on 4 ranks (2 x 2)" in text
+    assert "hybrid:0.5: 2 layers on 4 ranks, 2 workers each" in text
     assert "head[0]:A" in text
     assert "stem:G" in text
     assert f"{plan.traffic()['step']['gradients']:,}" in text

@@ -215,7 +215,9 @@ class Plan(Printed, Generic[Key]):
         """
         limit, rows = self.placement.memory, " with the rows of this batch" if self.rows else ""
         fits = limit is None or self.most_held <= limit
-        require(fits, "memory", limit, f"at least {self.most_held} bytes, which '{self.placement}' holds{rows}")
+        remedy = "precision='bfloat16' takes less, and on several ranks placement='mem-opt'"
+        allowed = f"at least {self.most_held} bytes, which '{self.placement}' holds{rows}; {remedy}"
+        require(fits, "memory", limit, allowed)
 
     def refresh_work(self, rank: int) -> float:
         """Return the work of an inverse refresh on `rank`, in the unit of `weights`."""
@@ -247,7 +249,8 @@ class Plan(Printed, Generic[Key]):
     def _rank_table(self) -> Table:
         """Return the work and memory of each rank; of many ranks the least, mean and most."""
         rows = self.ranks // self.columns
-        title = f"{self.placement}: {len(self.assignments)} layers on {self.ranks} ranks ({rows} x {self.columns})"
+        title = f"{self.placement}: {len(self.assignments)} layers on {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        title += f", {rows} worker{'s' if rows > 1 else ''} each" if self.ranks > 1 else ""
         table = Table(title=escape(title), caption=escape(self.note) or None)
         table.add_column("rank")
         table.add_column("worker of", justify="right")

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from natgrad.errors import did_you_mean, require
+from natgrad.errors import ArgumentError, did_you_mean, require
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -74,6 +74,21 @@ class Precision:
     def solve_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype in which decompositions for `parameter` are stored and multiplied."""
         return self.solve or at_least_float32(self.factor_dtype(parameter))
+
+
+def resolve_precision(precision: object) -> Precision:
+    """Return the precision for one dtype of all three, or its name; None is the default.
+
+    Raises:
+        ValueError: if `precision` is neither these nor a `Precision`.
+    """
+    if isinstance(precision, Precision):
+        return precision
+    try:
+        dtype = to_dtype("precision", precision)
+    except ArgumentError as error:
+        raise ArgumentError("precision", precision, f"a natgrad.Precision, or {error.allowed}", error.near) from None
+    return Precision(factors=dtype, wire=dtype, solve=dtype)
 
 
 @cache

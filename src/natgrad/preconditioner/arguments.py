@@ -20,7 +20,7 @@ from natgrad.distributed.ddp import find_replica
 from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group
 from natgrad.errors import NatgradError, require, require_one_of, warn
 from natgrad.layers import show_key
-from natgrad.linalg.precision import Precision
+from natgrad.linalg.precision import resolve_precision
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.schedule import check_number, is_whole
 
@@ -32,6 +32,7 @@ def check_arguments(model: object, optimizer: object, arguments: Mapping[str, An
     allowed = "plain or in DistributedDataParallel, not DataParallel"
     require(not isinstance(model, DataParallel), "model", kind, allowed)
     assert isinstance(model, nn.Module)
+    check_unscripted(model)
     sharded = check_model(model)
     _check_curvature(arguments["curvature"])
     _check_optimizer(model, optimizer)
@@ -48,12 +49,19 @@ def check_arguments(model: object, optimizer: object, arguments: Mapping[str, An
     fits = not sharded or arguments["gradients"] == "averaged"
     require(fits, "gradients", arguments["gradients"], "'averaged' under FSDP2, which reduces them")
     require_one_of("accumulation", arguments["accumulation"], "mean", "sum")
-    for name, allowed_kind in (("precision", Precision), ("guard", Guard)):
-        value = arguments[name]
-        require(value is None or isinstance(value, allowed_kind), name, value, f"a natgrad.{allowed_kind.__name__}")
+    resolve_precision(arguments["precision"])
+    fits = arguments["guard"] is None or isinstance(arguments["guard"], Guard)
+    require(fits, "guard", arguments["guard"], "a natgrad.Guard, such as natgrad.Guard(limit=20), or None")
     check_scaler(arguments["scaler"])
     seed = arguments["seed"]
     require(is_whole(seed), "seed", seed, "a whole number")
+
+
+def check_unscripted(model: nn.Module) -> None:
+    """Check that ``torch.jit`` has traced or scripted no module: it does not run the hooks of layers."""
+    for name, module in model.named_modules():
+        allowed = f"one without modules that torch.jit has traced or scripted{f': {name!r} is one' if name else ''}"
+        require(not isinstance(module, torch.jit.ScriptModule), "model", type(model).__name__, allowed)
 
 
 def check_scaler(scaler: object) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from natgrad.capture import Capture
-from natgrad.errors import warn
+from natgrad.errors import NatgradError, warn
 from natgrad.layers import Slot
 from natgrad.preconditioner.structure import Structure
 from natgrad.state.counters import StepCounters
@@ -19,8 +19,11 @@ from natgrad.state.counters import StepCounters
 class GradientVersions:
     """Records which tensors are the gradients, and finds out whether they have changed since. Holds weak references."""
 
+    _every: ClassVar[weakref.WeakSet[GradientVersions]] = weakref.WeakSet()
+
     def __init__(self) -> None:
         self._versions: list[tuple[Slot, weakref.ref[Tensor], int]] = []
+        self._every.add(self)
 
     def note(self, slots: Iterable[Slot]) -> None:
         """Record the present gradients."""
@@ -36,10 +39,19 @@ class GradientVersions:
 
     def untouched(self) -> bool:
         """Return whether there are recorded gradients and none has been changed."""
-        return bool(self._versions) and all(
-            (gradient := known()) is not None and gradient is slot.parameter.grad and gradient._version == version
-            for slot, known, version in self._versions
-        )
+        return bool(self._versions) and all(map(_is_unchanged, self._versions))
+
+    def of_another(self, slots: Iterable[Slot]) -> bool:
+        """Return whether another preconditioner has recorded a present gradient, which has not changed since."""
+        others = [entry for other in self._every if other is not self for entry in other._versions]
+        ids = {id(slot.parameter) for slot in slots} if others else set()
+        return any(id(entry[0].parameter) in ids and _is_unchanged(entry) for entry in others)
+
+
+def _is_unchanged(entry: tuple[Slot, weakref.ref[Tensor], int]) -> bool:
+    slot, known, version = entry
+    gradient = known()
+    return gradient is not None and gradient is slot.parameter.grad and gradient._version == version
 
 
 class CallOrder:
@@ -86,7 +98,17 @@ class CallOrder:
             self._handle.remove()
 
     def check(self) -> bool:
-        """Return whether there may be new gradients; warn if no backward pass precedes this step."""
+        """Return whether there may be new gradients; warn if no backward pass precedes this step.
+
+        Raises:
+            NatgradError: if another preconditioner has preconditioned the gradients.
+        """
+        if self.written.of_another(self._structure.slots):
+            raise NatgradError(
+                "another Preconditioner, or another optimizer of natgrad, has already preconditioned these gradients: "
+                "step with one of them alone",
+                "order-of-calls",
+            )
         if not self._capture.idle:
             return True
         slots, always = self._structure.slots, self._always_steps

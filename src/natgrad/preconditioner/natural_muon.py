@@ -25,11 +25,11 @@ from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement
 from natgrad.distributed.fsdp import find_mesh, is_sharded, local
-from natgrad.errors import ArgumentError, require, require_one_of, warn
+from natgrad.errors import ArgumentError, require, require_one_of, warn, with_suggestions
 from natgrad.layers import layers_for
 from natgrad.linalg.device import multiplies_bfloat16
 from natgrad.linalg.precision import Precision, at_least_float32
-from natgrad.preconditioner.arguments import check_dense, unwrap
+from natgrad.preconditioner.arguments import check_dense, check_unscripted, unwrap
 from natgrad.preconditioner.coverage import Place, cover, excluded_by, places, unfrozen
 from natgrad.preconditioner.explanation import Explanation
 from natgrad.preconditioner.guard.guard import Guard
@@ -65,6 +65,7 @@ class NaturalMuon(PreconditionedOptimizer):
         ...     optimizer.step()
     """
 
+    @with_suggestions
     def __init__(
         self,
         model: nn.Module,
@@ -87,7 +88,7 @@ class NaturalMuon(PreconditionedOptimizer):
         dtype: torch.dtype | str | None = "auto",
         refresh: RefreshRule | str | None = None,
         placement: str | Placement = "auto",
-        precision: Precision | None = None,
+        precision: Precision | torch.dtype | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: Any = None,
         guard: Guard | None = None,
@@ -224,7 +225,10 @@ class NaturalMuon(PreconditionedOptimizer):
         """Return what `natgrad.Preconditioner.explain` does, with AdamW as what moves the rest."""
         found, heads = super().explain(full), self._excluded_heads
         reason = "nearest to the loss: head='adamw'"
-        found.rows = [replace(row, reason=reason) if row.reason in heads else row for row in found.rows]
+        rows = [replace(row, reason=reason) if row.reason in heads else row for row in found.rows]
+        found.rows = [
+            replace(row, curvature=_by_its_name(row.curvature), reason=_by_its_name(row.reason)) for row in rows
+        ]
         return found
 
     @property
@@ -322,6 +326,11 @@ _SAME_IN_ALL_GROUPS = {"power", "damping", "interval", "steps", "full_factors", 
 _SAME_IN_ALL_GROUPS |= {"groups", "dtype", "refresh", "placement", "precision", "gradients", "accumulation", "scaler"}
 
 
+def _by_its_name(text: str) -> str:
+    """Return a text that begins with "Spectral", as of its ``repr``, with the name that users of natural Muon know."""
+    return f"natural Muon{text.removeprefix('Spectral')}" if text.startswith("Spectral") else text
+
+
 def _numbers(**numbers: float | Tensor) -> Iterator[Any]:
     """Check that some numbers, or tensors with one, are at least 0, and yield them as floats, or the tensors."""
     for name, given in numbers.items():
@@ -331,7 +340,8 @@ def _numbers(**numbers: float | Tensor) -> Iterator[Any]:
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Check that the model has its parameters, and that AdamW can move its embeddings."""
+    """Check that the model has its parameters and can have hooks, and that AdamW can move its embeddings."""
+    check_unscripted(model)
     lazy = [
         name
         for name, module in model.named_modules()

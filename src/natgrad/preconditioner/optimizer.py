@@ -318,11 +318,15 @@ class PreconditionedOptimizer(Optimizer):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         require(fits, "state_dict", found, "what PreconditionedOptimizer.state_dict() returned")
         sizes, wanted = _group_sizes(state_dict), _group_sizes(self.optimizer.state_dict())
-        allowed = f"{wanted} parameters by group: the state is of another optimizer or model, or of another decay="
+        allowed = (
+            f"{wanted} parameters by group: the state is of another optimizer or model, or of another decay=. After a "
+            "change of optimizer load the model's state alone"
+        )
         require(sizes == wanted, "state_dict['param_groups']", sizes, allowed)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             lacking = sorted(set(self.defaults) & group.keys() - saved.keys())
-            allowed = f"those of {type(self.optimizer).__name__}, with {', '.join(lacking)}"
+            owner = type(self.optimizer if type(self) is PreconditionedOptimizer else self).__name__
+            allowed = f"those of {owner}, with {', '.join(lacking)}"
             require(not lacking, "state_dict['param_groups']", sorted(saved.keys() - {"params"}), allowed)
         inner = {key: value for key, value in state_dict.items() if key != "preconditioner"}
         if "preconditioner" in state_dict:

@@ -26,9 +26,9 @@ from natgrad.damping import ByKind, Damping, default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.communicator import is_lost
 from natgrad.distributed.fsdp import check_layers, extra_passes, is_managed, plain_copy
-from natgrad.errors import NatgradError, NatgradWarning, describe, require, warn
+from natgrad.errors import NatgradError, NatgradWarning, describe, require, warn, with_suggestions
 from natgrad.linalg.device import known_all
-from natgrad.linalg.precision import Precision
+from natgrad.linalg.precision import Precision, resolve_precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction
 from natgrad.preconditioner.arguments import (
     check_arguments,
@@ -99,6 +99,7 @@ class Preconditioner:
         ...     optimizer.step()
     """
 
+    @with_suggestions
     def __init__(
         self,
         model: nn.Module,
@@ -110,7 +111,7 @@ class Preconditioner:
         reduction: Literal["mean", "tokens", "sum", "auto"] | Mapping[str, Reduction] = DEFAULT_REDUCTION,
         refresh: RefreshRule | str | int | None = None,
         placement: str | Placement = "auto",
-        precision: Precision | None = None,
+        precision: Precision | torch.dtype | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: Any = None,
         guard: Guard | None = None,
@@ -165,7 +166,8 @@ class Preconditioner:
                 ``natgrad.Refresh(inverses=n)``.
             placement: Which ranks compute curvature and what they communicate: a name such as "comm-opt" or
                 "hybrid:0.5", or a `natgrad.Placement`, whose documentation lists the names.
-            precision: The dtypes of factors, messages and solves.
+            precision: The dtypes of factors, messages and solves: a `natgrad.Precision`, or one dtype for all three
+                ("bfloat16").
             process_group: The ranks, if the model has no wrapper that determines them. Default: the world.
             mesh: A one-dimensional ``DeviceMesh`` instead of `process_group`, or the mesh of FSDP2.
             guard: How natgrad reacts to numerical failures.
@@ -200,7 +202,7 @@ class Preconditioner:
         damping, guard, reduction = arguments["damping"], arguments["guard"], arguments["reduction"]
         gradients, accumulation, scaler = (arguments[name] for name in ("gradients", "accumulation", "scaler"))
         refresh = Refresh() if arguments["refresh"] is None else resolve_refresh(arguments["refresh"])
-        precision = Precision() if arguments["precision"] is None else arguments["precision"]
+        precision = resolve_precision(arguments["precision"])
         root, rule = unwrap(model), resolve(arguments["placement"])
         chosen = default_damping(curvature) if damping is None else damping
         by_kind = chosen if isinstance(chosen, ByKind) else ByKind(chosen)
@@ -822,7 +824,9 @@ class Preconditioner:
         return bool(self._capture.backwards)
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return a flat dict of numbers and device tensors. Reading a tensor may synchronize with the device.
+        """Return a flat dict of numbers. On an accelerator, counts of failures and "kl_scale" may be its tensors.
+
+        Reading such a tensor synchronizes with the device.
 
         Counts since the start: "step", "factor_updates", "inverse_updates", "skipped_factors", "skipped_gradients",
         "skipped_steps", "failed_decompositions" and "fallbacks/stale" (docs/trouble.md). Skipped factors and failed
@@ -830,20 +834,24 @@ class Preconditioner:
         "plain_layers": layers whose gradients are not preconditioned because of the way they are used.
 
         "seconds/capture", "/reduce", "/renew" and "/solve": host seconds on statistics, their reduction, decompositions
-        and preconditioning. "damping" and "kl_scale": γ and the factor of the KL clip in the last step.
+        and preconditioning. "damping" and "kl_scale": γ and the factor of the KL clip in the last step, before the
+        first one γ of that step.
 
         `Adaptive` adds "layers_refreshed" and "layers_kept" of the last decision, SNGD and HyLo the "epoch", the number
         of "rows" in use, and whether "kid" selected them.
         """
-        return {
-            **self._progress.metrics(self._capture.seconds),
-            "damping": self._progress.damping,
+        progress = self._progress
+        found: dict[str, float | Tensor] = {
+            **progress.metrics(self._capture.seconds),
+            "damping": self._damping.value(progress.step) if progress.damping is None else progress.damping,
             "kl_scale": self._clip.last,
             **self._failures.metrics(),
             **self._scheduler.metrics(self._structure.decisions),
             **self._epochs.metrics(self._structure.groups),
             "plain_layers": len(self._inspection.reasons),
         }
+        known = {name: value.item() for name, value in found.items() if isinstance(value, Tensor) and value.is_cpu}
+        return found | known
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message.

@@ -1,0 +1,58 @@
+"""Mistakes of the first hour are named, with what to do instead."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import natgrad
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def test_a_misspelt_argument_has_a_suggestion():
+    with pytest.raises(TypeError, match=r"argument 'dampning' \(did you mean 'damping'\?\)"):
+        natgrad.Preconditioner(network(), "kfac", dampning=0.1)
+    with pytest.raises(TypeError, match="argument 'learning_rate'; known are model, lr, momentum, "):
+        natgrad.NaturalMuon(network(), learning_rate=0.1)
+
+
+@pytest.mark.parametrize("build", [natgrad.NaturalMuon, natgrad.Preconditioner])
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_torch_jit_has_compiled_is_refused(build, whole):
+    model = network()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if whole:
+            model = torch.jit.trace(model, torch.randn(2, 5))
+        else:
+            model[2] = torch.jit.script(model[2])
+    found = "traced or scripted$" if whole else "traced or scripted: '2' is one$"
+    with pytest.raises(ValueError, match=f"^model='.*' is not allowed: .*{found}"):
+        build(model)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, "bfloat16"])
+def test_one_dtype_stands_for_a_precision(precision):
+    taken = natgrad.Preconditioner(network(), precision=precision)
+    expected = natgrad.Precision(factors="bfloat16", wire="bfloat16", solve="bfloat16")
+    given = natgrad.Preconditioner(network(), precision=expected)
+    assert taken.plan.held(0) == given.plan.held(0) < natgrad.Preconditioner(network()).plan.held(0)
+    with pytest.raises(ValueError, match=r"^precision='bf16' is not allowed.*: precision must be a natgrad.Precision,"):
+        natgrad.Preconditioner(network(), precision="bf16")
+
+
+def test_a_state_of_another_optimizer_is_refused_with_what_to_do():
+    model = network()
+    state = torch.optim.AdamW(model.parameters()).state_dict()
+    with pytest.raises(ValueError, match=r"After a change of optimizer load the model's state alone$"):
+        natgrad.NaturalMuon(model).load_state_dict(state)
+
+
+def test_too_little_memory_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match="which 'comm-opt' holds; precision='bfloat16' takes less, and on several"):
+        natgrad.NaturalMuon(network(), placement=natgrad.Placement(memory=10))
