@@ -32,7 +32,16 @@ def take_curvatures_of_other_types():
         step(nn.Linear(3, 4), curvature=(natgrad.SNGD, natgrad.RankOne)[place()[0]]())
 
 
-@pytest.mark.parametrize("job", [plan_differently, have_other_models, take_curvatures_of_other_types])
+def have_other_weights():
+    torch.manual_seed(place()[0])
+    with pytest.raises(natgrad.NatgradError, match="begin with different weights"):
+        step(nn.Linear(3, 4))
+
+
+JOBS = [plan_differently, have_other_models, have_other_weights, take_curvatures_of_other_types]
+
+
+@pytest.mark.parametrize("job", JOBS)
 def test_ranks_that_would_do_different_things_all_raise(ranks, job):
     ranks.run(2, job)
 

@@ -26,7 +26,7 @@ TEXTS = {
 }
 SNIPPETS = [
     pytest.param(code, id=f"{name}-{index}")
-    for name in ("curvatures", "damping", "extending", "recipes", "refresh", "trouble")
+    for name in ("curvatures", "damping", "extending", "placements", "recipes", "refresh", "trouble")
     for index, code in enumerate(re.findall(r"```python\n(.*?)```", TEXTS[f"docs/{name}"], re.DOTALL))
 ]
 NAMES = sorted(set(re.findall(r"\bnatgrad((?:\.[A-Za-z_]+)+)\(", "\n".join(TEXTS.values()))))

@@ -13,6 +13,7 @@ from natgrad.capture.counts import Reductions
 from natgrad.curvature import Curvature
 from natgrad.distributed import Communicator
 from natgrad.distributed.ddp import find_replica
+from natgrad.distributed.fsdp import is_sharded
 from natgrad.errors import NatgradError
 from natgrad.preconditioner.structure import Structure
 
@@ -30,12 +31,20 @@ def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> 
 
 
 def check_agreement(
-    runtime: Communicator, structure: Structure, reductions: Reductions, settings: Mapping[str, str]
+    runtime: Communicator,
+    structure: Structure,
+    reductions: Reductions,
+    settings: Mapping[str, str],
+    *,
+    compares_weights: bool,
 ) -> None:
     """Check that all ranks have equal settings; collective. A rank without samples takes the choice of "auto".
 
+    `compares_weights`: also check that the first element of each covered parameter is equal. Later it need not be,
+    because ranks of different hardware may round differently.
+
     Raises:
-        NatgradError: on all ranks, if their models, options or progress differ.
+        NatgradError: on all ranks, if their models, weights, options or progress differ.
     """
     if runtime.ranks == 1:
         return
@@ -43,15 +52,23 @@ def check_agreement(
     if reductions.is_undecided:
         reductions.nearest = next((each for each in nearest if each is not None), None)
     own = {**_settings(structure), "reduction": reductions.describe(), **settings}
-    found = runtime.all_gather_objects((structure.digest(), own))
-    if any(plan != found[0][0] for plan, _ in found):
+    replicated = [slot.parameter for slot in structure.slots if not is_sharded(slot.parameter)]
+    weights = str([parameter.flatten()[:1].tolist() for parameter in replicated] if compares_weights else [])
+    found = runtime.all_gather_objects((structure.digest(), own, weights))
+    if any(plan != found[0][0] for plan, *_ in found):
         raise NatgradError(
             "the ranks have made different plans: their models or curvatures differ, or the options of "
             'natgrad.Placement (costs, speeds and memory have to be the same on every rank; set memory under "auto" '
             "where the ranks have devices of different memory)",
             "different-ranks",
         )
-    _check_equal([described for _, described in found])
+    _check_equal([described for _, described, _ in found])
+    if any(first != found[0][2] for *_, first in found):
+        raise NatgradError(
+            "the ranks begin with different weights: give them the same before the first step, as by one seed, a "
+            "checkpoint or DistributedDataParallel",
+            "different-ranks",
+        )
 
 
 def _check_equal(settings: Sequence[Mapping[str, str]]) -> None:

@@ -114,8 +114,8 @@ class NaturalMuon(PreconditionedOptimizer):
             steps: Newton-Schulz steps of the polar factor (`natgrad.Spectral`).
             full_factors: Whether long sides and convolutions of more than 256 columns have whole factors too
                 (`natgrad.Spectral`).
-            betas: AdamW's β₁ and β₂.
-            eps: AdamW's ε.
+            betas: β₁ and β₂ of the parameters that AdamW moves.
+            eps: ε of these.
             decay: Which parameters `weight_decay` is for: "all", or "matrices": no biases, norms and embeddings, which
                 then have a group of their own.
             head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or another
@@ -159,7 +159,6 @@ class NaturalMuon(PreconditionedOptimizer):
         with unfrozen(root):
             every, candidates = matrices_of(root), matrices_of(root, covered=False)
         require(every, "model", type(model).__name__, "a model with linear layers or convolutions")
-
         require(dtype in ("auto", None, "bfloat16", torch.bfloat16), "dtype", dtype, "'auto', None or torch.bfloat16")
         if dtype == "auto":
             dtype = torch.bfloat16 if steps is not None and _gains_from_bfloat16(root) else None
@@ -177,8 +176,8 @@ class NaturalMuon(PreconditionedOptimizer):
         if any(_first_match(name, curvature) is None for name in every):
             _add(curvature, {"*": spectral()})
         by_adamw = [name for name in every if curvature[str(_first_match(name, curvature))] is None]
-        allowed = f"a model with more matrices than {', '.join(map(repr, by_adamw))}, which AdamW moves (see head=)"
-        require(len(by_adamw) < len(every), "model", type(model).__name__, allowed)
+        allowed = f"a model with more matrices than {', '.join(filter(None, by_adamw)) or 'its only one'}"
+        require(len(by_adamw) < len(every), "model", type(model).__name__, f"{allowed}, which AdamW moves (see head=)")
         rule = DoublingInterval(interval)
         preconditioner = Preconditioner(
             model,
@@ -368,7 +367,7 @@ def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
     for name, patterns in (("heads", () if heads is None else heads), ("adamw", adamw)):
         is_sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         fits = is_sequence and all(isinstance(pattern, str) for pattern in patterns)
-        require(fits, name, patterns, "a sequence of fnmatch patterns")
+        require(fits, name, patterns, "a sequence of fnmatch patterns, such as ['head']")
     fits = groups is None or (isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups))
     require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -241,7 +242,8 @@ class Preconditioner:
         self._scaling, self._damping, self._clip = scaling, by_kind, clip
         self._scheduler, self._background = RefreshScheduler(refresh), BackgroundRefresh()
         self._failures, self._inspection = FailureCounters(Guard() if guard is None else guard), Inspection()
-        self._progress, self._epochs, self._compared = StepCounters(), EpochState(), False
+        first = math.nan if callable(by_kind.damping) else by_kind.damping
+        self._progress, self._epochs, self._compared = StepCounters(damping=first), EpochState(), False
         self._reduction: GradientReduction | None = None
         warn_of_idle(root, curvature, structure.coverage)
         warn_of_uncovered(structure.coverage)
@@ -439,7 +441,8 @@ class Preconditioner:
                 "refresh": str(self._scheduler.rule.settings(progress.step)),
                 "guard": str(self._failures.guard),
             }
-            check_agreement(self._communicator, self._structure, reductions, settings)
+            first = progress.step == 0
+            check_agreement(self._communicator, self._structure, reductions, settings, compares_weights=first)
         reductions.warn_of_default()
         masked = self._capture.masked() if count is None else None
         if masked is not None:
@@ -834,16 +837,15 @@ class Preconditioner:
         "plain_layers": layers whose gradients are not preconditioned because of the way they are used.
 
         "seconds/capture", "/reduce", "/renew" and "/solve": host seconds on statistics, their reduction, decompositions
-        and preconditioning. "damping" and "kl_scale": γ and the factor of the KL clip in the last step, before the
-        first one γ of that step.
+        and preconditioning. "damping" and "kl_scale": γ and the factor of the KL clip in the last step; before
+        the first the damping that was passed, or nan if it is a schedule.
 
         `Adaptive` adds "layers_refreshed" and "layers_kept" of the last decision, SNGD and HyLo the "epoch", the number
         of "rows" in use, and whether "kid" selected them.
         """
-        progress = self._progress
         found: dict[str, float | Tensor] = {
-            **progress.metrics(self._capture.seconds),
-            "damping": self._damping.value(progress.step) if progress.damping is None else progress.damping,
+            **self._progress.metrics(self._capture.seconds),
+            "damping": self._progress.damping,
             "kl_scale": self._clip.last,
             **self._failures.metrics(),
             **self._scheduler.metrics(self._structure.decisions),

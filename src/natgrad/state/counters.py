@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,13 +24,13 @@ class StepCounters:
         refreshed: For parts that read one side, the other or both, the step of their last decomposition.
         factor_updates: The number of updates of the factors.
         inverse_updates: The number of inverse refreshes.
-        damping: γ of the last step. None: there was none.
+        damping: γ of the last step.
     """
 
     step: int = 0
     captured: dict[Side, int] = field(default_factory=dict)
     refreshed: dict[Reads, int] = field(default_factory=dict)
-    damping: float | None = None
+    damping: float = math.nan
     factor_updates: int = 0
     inverse_updates: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
