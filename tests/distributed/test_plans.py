@@ -38,10 +38,9 @@ def have_other_weights():
         step(nn.Linear(3, 4))
 
 
-JOBS = [plan_differently, have_other_models, have_other_weights, take_curvatures_of_other_types]
-
-
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job", [plan_differently, have_other_models, have_other_weights, take_curvatures_of_other_types]
+)
 def test_ranks_that_would_do_different_things_all_raise(ranks, job):
     ranks.run(2, job)
 
