@@ -77,10 +77,26 @@ def test_matrices_move_by_the_update_and_all_else_by_adamw():
         assert rms == pytest.approx(0.2 * 0.02, rel=1e-4)
 
 
+def test_all_else_moves_by_adamw_with_nesterov_momentum():
+    model = Network().double()
+    optimizer = natgrad.NaturalMuon(model, lr=0.02, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
+    value, moment, square = model.head.weight.detach().clone(), 0, 0
+    for step in range(1, 6):
+        train(model, optimizer, step - 1, step)
+        gradient = model.head.weight.grad
+        moment = 0.8 * moment + 0.2 * gradient
+        square = 0.9 * square + 0.1 * gradient**2
+        ahead = 0.8 * moment + 0.2 * gradient if step > 1 else moment
+        root = (square / (1 - 0.9**step)).sqrt() + 1e-3
+        value = (1 - 0.02 * 0.1) * value - 0.02 * ahead / (1 - 0.8**step) / root
+        torch.testing.assert_close(model.head.weight, value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(optimizer.state[model.head.weight]["exp_avg"], moment, rtol=1e-9, atol=1e-15)
+
+
 def test_it_learns():
     model = Network()
     first = cross_entropy(model(batch(0)[0]), batch(0)[1]).item()
-    assert train(model, natgrad.NaturalMuon(model, lr=0.1), 0, 60) < first / 3
+    assert train(model, natgrad.NaturalMuon(model, lr=0.05), 0, 60) < first / 3
 
 
 def test_weight_decay_is_decoupled():

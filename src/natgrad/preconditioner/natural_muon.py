@@ -413,8 +413,29 @@ class _Update(Optimizer):
                 if parameter not in self.state:
                     self.state[parameter]["step"] = torch.zeros(())
             torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
-        step_unless(None if self.found_inf is None else self.found_inf > 0, self._by_adamw())
+        self._step_others()
         return loss
+
+    def _step_others(self) -> None:
+        """Move the other parameters by AdamW with Nesterov momentum β₁ m + (1 - β₁) g (Dozat 2016).
+
+        AdamW adds the gradient to a moment that has it already; then it is taken out again. The first step is AdamW's.
+        """
+        adamw, skips = self._by_adamw(), None if self.found_inf is None else self.found_inf > 0
+        ahead = []
+        for group in adamw.param_groups:
+            beta = group["betas"][0]
+            moved = [p for p in group["params"] if p.grad is not None and "exp_avg" in self.state.get(p, ())]
+            moments, gradients = [local(self.state[p]["exp_avg"]) for p in moved], [local(p.grad) for p in moved]
+            if skips is not None:  # then the moments stay as they are
+                for moment, gradient in zip(moments, gradients, strict=True):
+                    gradient.copy_(torch.where(skips.to(gradient.device), moment, gradient))
+            if moved and beta:
+                torch._foreach_lerp_(moments, gradients, 1 - beta)
+                ahead.append((moments, gradients, 1 - 1 / beta))
+        step_unless(skips, adamw)
+        for moments, gradients, weight in ahead:
+            torch._foreach_lerp_(moments, gradients, weight)
 
     def _follow_dtypes(self) -> None:
         """Give AdamW's moments the dtypes that their parameters have now, as loading a state does."""
