@@ -51,8 +51,8 @@ class NaturalMuon(PreconditionedOptimizer):
     """Muon in the coordinates of K-FAC's factors, for a whole model (`natgrad.Spectral`).
 
     Weight matrices of linear layers, convolutions and attention move by natgrad's update, all other parameters
-    (embeddings, norms, biases, and those that no layer type covers) by AdamW at the same learning rate. The update has
-    the size of Adam's, so that one learning rate suits both.
+    (embeddings, norms, biases, and those that no layer type covers) by AdamW with Nesterov momentum (Dozat 2016) at the
+    same learning rate. The update has the size of Adam's, so that one learning rate suits both.
 
     ``param_groups[0]`` holds the matrices, ``param_groups[1]`` the other parameters, frozen ones included: they train
     once they are thawed. ``explain()`` shows which is which, and why.
@@ -114,7 +114,7 @@ class NaturalMuon(PreconditionedOptimizer):
             steps: Newton-Schulz steps of the polar factor (`natgrad.Spectral`).
             full_factors: Whether long sides and convolutions of more than 256 columns have whole factors too
                 (`natgrad.Spectral`).
-            betas: β₁ and β₂ of the parameters that AdamW moves.
+            betas: β₁ and β₂ of the parameters that AdamW moves. From its second step on m enters as β₁ m + (1 - β₁) g.
             eps: ε of these.
             decay: Which parameters `weight_decay` is for: "all", or "matrices": no biases, norms and embeddings, which
                 then have a group of their own.
