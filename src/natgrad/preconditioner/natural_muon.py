@@ -429,7 +429,7 @@ class _Update(Optimizer):
             moments, gradients = [local(self.state[p]["exp_avg"]) for p in moved], [local(p.grad) for p in moved]
             if skips is not None:  # then the moments stay as they are
                 for moment, gradient in zip(moments, gradients, strict=True):
-                    gradient.copy_(torch.where(skips.to(gradient.device), moment, gradient))
+                    torch.where(skips.to(gradient.device), moment, gradient, out=gradient)
             if moved and beta:
                 torch._foreach_lerp_(moments, gradients, 1 - beta)
                 ahead.append((moments, gradients, 1 - 1 / beta))
