@@ -165,12 +165,12 @@ class Glyphs(Facts):
 
     Attributes:
         images: Training images; a quarter as many for testing.
-        depth: Layers of the residual network: 8, 20 or 32.
+        depth: Layers of the residual network, 20 or 32.
         seed: The seed of the rendering.
     """
 
     name: ClassVar[str] = "glyphs"
-    summary: ClassVar[str] = "characters over photographs 32x32, ResNet-8, 20 or 32"
+    summary: ClassVar[str] = "characters over photographs 32x32, ResNet-20 or 32"
     likelihood: ClassVar[Literal["categorical"]] = "categorical"
     metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
     image_classes: ClassVar[int | None] = len(CHARACTERS)
@@ -183,7 +183,7 @@ class Glyphs(Facts):
 
     def __post_init__(self) -> None:
         at_least(GLYPHS_TEST_SHARE, images=self.images)
-        require(self.depth in (8, 20, 32), "depth", self.depth, "8, 20 or 32")
+        require(self.depth in (20, 32), "depth", self.depth, "20 or 32")
         at_least(0, seed=self.seed)
 
 
