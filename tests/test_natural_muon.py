@@ -93,6 +93,19 @@ def test_all_else_moves_by_adamw_with_nesterov_momentum():
         torch.testing.assert_close(optimizer.state[model.head.weight]["exp_avg"], moment, rtol=1e-9, atol=1e-15)
 
 
+def test_a_step_that_an_accelerator_skips_leaves_weights_and_moments():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model)
+    train(model, optimizer, 0, 3)
+    update = optimizer.optimizer
+    before = copy.deepcopy([list(model.parameters()), update.state_dict()["state"]])
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf) if parameter.ndim == 1 else torch.zeros_like(parameter)
+    update.found_inf = torch.ones(())
+    update._step_others()
+    torch.testing.assert_close([list(model.parameters()), update.state_dict()["state"]], before, rtol=0, atol=0)
+
+
 def test_it_learns():
     model = Network()
     first = cross_entropy(model(batch(0)[0]), batch(0)[1]).item()

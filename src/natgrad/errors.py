@@ -129,7 +129,7 @@ def with_suggestions(function: _Function) -> _Function:
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs.keys() - known:
+        for name in (name for name in kwargs if name not in known):
             near = did_you_mean(name, known) or f"; known are {', '.join(known)}"
             raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{near}")
         return function(*args, **kwargs)

@@ -215,7 +215,7 @@ class Plan(Printed, Generic[Key]):
         """
         limit, rows = self.placement.memory, " with the rows of this batch" if self.rows else ""
         fits = limit is None or self.most_held <= limit
-        remedy = "precision='bfloat16' takes less, and on several ranks placement='mem-opt'"
+        remedy = "precision='bfloat16' takes less, and on several ranks Placement('mem-opt', memory=...)"
         allowed = f"at least {self.most_held} bytes, which '{self.placement}' holds{rows}; {remedy}"
         require(fits, "memory", limit, allowed)
 

@@ -97,18 +97,17 @@ class CallOrder:
         if self._handle is not None:
             self._handle.remove()
 
-    def check(self) -> bool:
-        """Return whether there may be new gradients; warn if no backward pass precedes this step.
-
-        Raises:
-            NatgradError: if another preconditioner has preconditioned the gradients.
-        """
+    def check_others(self) -> None:
+        """Raise a `NatgradError` if another preconditioner has preconditioned the gradients."""
         if self.written.of_another(self._structure.slots):
             raise NatgradError(
                 "another Preconditioner, or another optimizer of natgrad, has already preconditioned these gradients: "
                 "step with one of them alone",
                 "order-of-calls",
             )
+
+    def check(self) -> bool:
+        """Return whether there may be new gradients; warn if no backward pass precedes this step."""
         if not self._capture.idle:
             return True
         slots, always = self._structure.slots, self._always_steps

@@ -37,8 +37,9 @@ class Membership:
     def _read(self, parameters: dict[str, nn.Parameter]) -> None:
         """Take these for the present parameters."""
         self._known, self._ids = parameters, set(map(id, parameters.values()))
-        self._modules = list(self._model.modules())
-        self._present = _parts(self._modules)
+        # Held, so that no later module or parameter has the ``id`` of one that has gone.
+        self._seen_modules = list(self._model.modules())
+        self._seen_parts = _ids_of_parts(self._seen_modules)
 
     @property
     def names(self) -> dict[int, str]:
@@ -54,7 +55,7 @@ class Membership:
         Warns:
             NatgradWarning: of trained parameters that are in no group.
         """
-        if _parts(self._modules) == self._present:  # a tenth of the time of `parameters()`
+        if _ids_of_parts(self._seen_modules) == self._seen_parts:  # a tenth of the time of `parameters()`
             return
         before, now, known = self._known, dict(named_parameters(self._model)), self._ids
         self._read(now)
@@ -105,7 +106,7 @@ class Membership:
             self._optimizer.state[new] = {name: _like(value, old, new) for name, value in state.items()}
 
 
-def _parts(modules: Iterable[nn.Module]) -> list[int]:
+def _ids_of_parts(modules: Iterable[nn.Module]) -> list[int]:
     """Return the ids of all parameters and children of some modules."""
     return [
         id(part) for module in modules for parts in (module._parameters, module._modules) for part in parts.values()

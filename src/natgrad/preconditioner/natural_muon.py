@@ -114,8 +114,8 @@ class NaturalMuon(PreconditionedOptimizer):
             steps: Newton-Schulz steps of the polar factor (`natgrad.Spectral`).
             full_factors: Whether long sides and convolutions of more than 256 columns have whole factors too
                 (`natgrad.Spectral`).
-            betas: β₁ and β₂ of the parameters that AdamW moves. From its second step on m enters as β₁ m + (1 - β₁) g.
-            eps: ε of these.
+            betas: β₁ and β₂ of AdamW. From a parameter's second step on β₁ m + (1 - β₁) g is in place of its moment m.
+            eps: ε of AdamW.
             decay: Which parameters `weight_decay` is for: "all", or "matrices": no biases, norms and embeddings, which
                 then have a group of their own.
             head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or another
@@ -373,7 +373,7 @@ def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
 
 
 class _Update(Optimizer):
-    """Moves matrices against natgrad's updates, and other parameters by AdamW.
+    """Moves matrices against natgrad's updates, and other parameters by AdamW with Nesterov momentum.
 
     Attributes:
         found_inf: As of torch's fused optimizers: 1.0 on the device if the step is to change nothing.
@@ -417,9 +417,12 @@ class _Update(Optimizer):
         return loss
 
     def _step_others(self) -> None:
-        """Move the other parameters by AdamW with Nesterov momentum β₁ m + (1 - β₁) g (Dozat 2016).
+        """Move the other parameters by AdamW with β₁ m + (1 - β₁) g in place of m (Nesterov momentum, Dozat 2016).
 
-        AdamW adds the gradient to a moment that has it already; then it is taken out again. The first step is AdamW's.
+        Add the gradient to the moment before AdamW does, and take the additional one out afterwards. The first step is
+        AdamW's. The bias correction is AdamW's too, which makes the second step up to 1.43 times as long at β₁ = 0.9,
+        and the tenth 1.05 times.
+        A step that is skipped on an accelerator leaves the moments in ``.grad``, which nothing uses.
         """
         adamw, skips = self._by_adamw(), None if self.found_inf is None else self.found_inf > 0
         ahead = []

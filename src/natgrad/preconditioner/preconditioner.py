@@ -421,6 +421,7 @@ class Preconditioner:
                 "set the attribute count of the optimizer to a number or to None; create_optimizer sets it to 'auto'",
                 "count",
             )
+        self.call_order.check_others()
         self._scaling.check(differentiated=bool(capture.backwards))
         check_joined(self._model)
 
