@@ -35,7 +35,7 @@ def main(
     ends: dict[str, list[Point]] = {name: [] for name in placement or ("comm-opt", "dp")}
     for seed in range(100, 100 + seeds):  # one placement after the other, so that the machine's moods hit all alike
         for name, points in ends.items():
-            terms = {"schedule": known.target_terms["schedule"], "epochs": known.target_terms["epochs"]}
+            terms = {name: known.search["kfac"][name] for name in ("schedule", "epochs")}
             job = Job(task=task, placement=name, workers=workers, seed=seed, **terms, **known.settings["kfac"])
             points.append(train(job, Output(), own_process=True).points[-1])
             print(f"{name}, seed {seed}: loss {points[-1].loss:.4f}, metric {points[-1].metric:.4f}", flush=True)

@@ -95,7 +95,7 @@ def job(contender: Contender, task: str, seed: int, epochs: int | None, options:
     if known is None:
         raise typer.BadParameter(f"{task} has no tuned settings", param_hint="--task")
     settings = {
-        "epochs": known.target_terms["epochs"],
+        "epochs": known.search["adamw"]["epochs"],
         **known.settings[contender.tuned],
         **SHARED.get(task, {}),
         **OWN.get((task, contender.tuned), {}),
@@ -107,7 +107,7 @@ def job(contender: Contender, task: str, seed: int, epochs: int | None, options:
         task=task,
         task_options=options,
         seed=seed,
-        schedule=known.target_terms["schedule"],
+        schedule=known.search["adamw"]["schedule"],
         workers=workers,
         **settings,
     )
