@@ -141,7 +141,9 @@ def test_a_model_that_changes(ranks, placement, count, name):
     assert all(torch.equal(value, other[key]) for other in results for key, value in results[0].items())
     assert all(value.isfinite().all() for value in results[0].values())
     if placement in EXACT:
-        expected = play(name, "comm-opt")
+        # In the step of a replacement several ranks capture nothing, while one process does.
+        several = name == "replace"
+        expected = ranks.run(3, play, name, "comm-opt", limit=40)[0] if several else play(name, "comm-opt")
         for key, value in expected.items():
             assert float((results[0][key] - value).norm()) <= 1e-10 * float(value.norm()), key
 

@@ -105,7 +105,7 @@ def test_all_of_it_is_somewhere(ranks, placement):
     whole = ranks.run(4, train, job, range(2), None, True)[0].state["preconditioner"]["blocks"]
     parts = [result.state["preconditioner"]["blocks"] for result in ranks.run(4, train, job, range(2))]
     results = {key: [part[key] for part in parts if "renewed" in part.get(key, {})] for key in whole}
-    workers = 2 if placement.startswith("hybrid") else 1
+    workers = {"comm-opt": 4, "hybrid:0.5": 2}.get(placement, 1)
     assert all(len(own) == workers for own in results.values())
     for key, own in results.items():
         names = set().union(*(part.get(key, {}) for part in parts))
