@@ -123,16 +123,23 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
     return f" (did you mean {lower[near[0]]!r}?)" if near else ""
 
 
-def with_suggestions(function: _Function) -> _Function:
-    """Have the ``TypeError`` of an unknown keyword argument name the nearest known one, or else all."""
-    known = list(inspect.signature(function).parameters)[1:]
+def with_suggestions(constructor: _Function) -> _Function:
+    """Have the ``TypeError`` of an unknown keyword argument name the nearest known one, or else all.
 
-    @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    Args:
+        constructor: The ``__init__`` of a class, or a class whose ``__init__`` is generated.
+    """
+    if isinstance(constructor, type):
+        constructor.__init__ = with_suggestions(constructor.__init__)  # type: ignore[misc]
+        return constructor
+    known = list(inspect.signature(constructor).parameters)[1:]
+
+    @wraps(constructor)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in (name for name in kwargs if name not in known):
             near = did_you_mean(name, known) or f"; known are {', '.join(known)}"
-            raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{near}")
-        return function(*args, **kwargs)
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{near}")
+        constructor(self, *args, **kwargs)
 
     return cast("_Function", checked)
 

@@ -20,7 +20,7 @@ from natgrad import linalg
 from natgrad.capture.capture import viewed
 from natgrad.capture.forward import count_samples
 from natgrad.capture.restoring import RandomState, restored
-from natgrad.errors import NatgradError, require
+from natgrad.errors import NatgradError, require, with_suggestions
 from natgrad.layers import Handle, Layer, first_argument, layers_for, remove_all
 from natgrad.linalg import triangle
 from natgrad.linalg.device import accelerators, full_products
@@ -56,6 +56,7 @@ class KBFGS(torch.optim.Optimizer):
         >>> optimizer.step(closure)
     """
 
+    @with_suggestions
     def __init__(
         self,
         model: nn.Module,

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from natgrad.errors import require, require_one_of
+from natgrad.errors import require, require_one_of, with_suggestions
 from natgrad.schedule import is_whole
 
 # Tensors by the name of their `TensorSpec`.
@@ -22,6 +22,7 @@ ROWS = 0
 _RESERVED = ("weight", "early weight", "renewed", "ladder", "rule")
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor that is kept for each block: N blocks of equal size are one tensor ``[N, *shape]``.
@@ -68,6 +69,7 @@ class TensorSpec:
         return replace(self, shape=tuple(rows if size == ROWS else size for size in self.shape))
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class Statistic(TensorSpec):
     """A sum over samples (and positions) of all ranks, kept as a bias-corrected running average of its means.
@@ -113,6 +115,7 @@ class Statistic(TensorSpec):
         require(fits, "gradient_power", self.gradient_power, f"0 for {self.name!r}, a statistic of the inputs alone")
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class Task:
     """A part of a refresh that one rank computes for one block, independent of all other tasks: a decomposition.

@@ -1,5 +1,6 @@
 """Mistakes of the first hour are named, with what to do instead."""
 
+import inspect
 import warnings
 
 import pytest
@@ -14,9 +15,23 @@ def network():
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
-def test_a_misspelt_argument_has_a_suggestion():
-    with pytest.raises(TypeError, match=r"argument 'dampning' \(did you mean 'damping'\?\)"):
-        natgrad.Preconditioner(network(), "kfac", dampning=0.1)
+def constructors():
+    """Return the public classes with keyword arguments, but what natgrad or a class of the user's own calls."""
+    homes = (natgrad, natgrad.averaging, natgrad.damping)
+    found = {value for home in homes for name in home.__all__ if isinstance(value := getattr(home, name), type)}
+    found = {value for value in found if value.__init__ is not object.__init__ and not issubclass(value, Exception)}
+    return sorted(found - {natgrad.DenseRows, natgrad.Layer, natgrad.Plan}, key=lambda value: value.__name__)
+
+
+@pytest.mark.parametrize("kind", constructors())
+def test_a_misspelt_argument_has_a_suggestion(kind):
+    name = list(inspect.signature(kind).parameters)[-1]
+    said = rf"^{kind.__name__}\(\) got an unexpected keyword argument '{name}z' \(did you mean '{name}'\?\)"
+    with pytest.raises(TypeError, match=said):
+        kind(**{f"{name}z": 1})
+
+
+def test_an_argument_like_no_other_has_a_list():
     with pytest.raises(TypeError, match="argument 'learning_rate'; known are model, lr, momentum, "):
         natgrad.NaturalMuon(network(), learning_rate=0.1)
 

@@ -36,7 +36,7 @@ from natgrad.averaging.nodes import Grid, Nodes, check_equal, describe_differenc
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
 from natgrad.distributed import fsdp
 from natgrad.distributed.ddp import find_replica
-from natgrad.errors import AveragingError, DivergedError, require, warn
+from natgrad.errors import AveragingError, DivergedError, require, warn, with_suggestions
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -80,6 +80,7 @@ class DASO:
         grid: The nodes, and the process groups inside and between them.
     """
 
+    @with_suggestions
     def __init__(
         self,
         model: nn.Module,

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.distributed import Communicator
 from natgrad.distributed.communicator import timeout_of
-from natgrad.errors import AveragingError, require
+from natgrad.errors import AveragingError, require, with_suggestions
 
 MESH_NAMES = ("node", "local")
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class Nodes:
     """The number of ranks of each node. The ranks of a node are consecutive.
@@ -138,6 +139,7 @@ class Grid:
             the group is this rank alone.
     """
 
+    @with_suggestions
     def __init__(self, nodes: Nodes | DeviceMesh | None = None) -> None:
         """Make the process groups, or take those of a mesh; collective.
 

@@ -13,6 +13,7 @@ from natgrad.curvature.base import Curvature
 from natgrad.curvature.kfac import KFAC
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.curvature.sides import Side
+from natgrad.errors import with_suggestions
 from natgrad.layers import Layer, Rows
 from natgrad.linalg.device import on_host
 from natgrad.specs import Statistic, Task, Tensors
@@ -41,6 +42,7 @@ class EKFAC(KFAC):
     use `UnitWise`.
     """
 
+    @with_suggestions
     def __init__(
         self,
         *,

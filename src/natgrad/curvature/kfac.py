@@ -15,7 +15,7 @@ from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.curvature.sides import Form, Side
-from natgrad.errors import did_you_mean, require, require_one_of
+from natgrad.errors import did_you_mean, require, require_one_of, with_suggestions
 from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import DenseRows
 from natgrad.linalg.iterative import Warm
@@ -47,6 +47,7 @@ class KFAC(Curvature):
     takes_narrow = takes_narrow_rows = True
     trace_reads: tuple[str, ...] | None = ("A", "G")
 
+    @with_suggestions
     def __init__(
         self,
         *,

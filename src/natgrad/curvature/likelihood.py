@@ -14,7 +14,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from natgrad.errors import require
+from natgrad.errors import require, with_suggestions
 from natgrad.schedule import check_number, is_whole
 
 
@@ -45,6 +45,7 @@ class Likelihood(ABC):
         """
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class Categorical(Likelihood):
     """Softmax with cross-entropy; each position of an output with more dimensions is a separate term of the loss.
@@ -92,6 +93,7 @@ class _Elementwise(Likelihood):
         return 1.0 if summed else 1.0 / max(1, outputs.shape[first_feature:].numel())
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class Bernoulli(_Elementwise):
     """Independent logits under c · binary cross-entropy."""
@@ -103,6 +105,7 @@ class Bernoulli(_Elementwise):
         return (probabilities - labels).mul_(sqrt(self._coefficient(outputs, summed, first_feature)))
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class Gaussian(_Elementwise):
     """Regression under c · ‖f - y‖², which means y ~ N(f, I / (2c))."""

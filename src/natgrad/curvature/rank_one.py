@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
-from natgrad.errors import require_one_of
+from natgrad.errors import require_one_of, with_suggestions
 from natgrad.layers import Rows
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
@@ -31,6 +31,7 @@ class RankOne(Curvature):
     default_damping = 0.1
     takes_narrow = takes_narrow_rows = True
 
+    @with_suggestions
     def __init__(self, *, sharing: Literal["expand", "reduce"] = "expand", factor_decay: float = 0.95) -> None:
         """Choose the variant.
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from natgrad.curvature import kernel
 from natgrad.curvature.base import Curvature, Training, check_estimate
 from natgrad.curvature.likelihood import Likelihood
-from natgrad.errors import require, require_one_of, warn
+from natgrad.errors import require, require_one_of, warn, with_suggestions
 from natgrad.schedule import check_number, check_whole, is_number
 from natgrad.specs import ROWS, Statistic, Task, Tensors, TensorSpec
 
@@ -53,6 +53,7 @@ class _RowCurvature(Curvature):
     sum_positions = True
     default_damping = 0.1
 
+    @with_suggestions
     def __init__(
         self, *, fisher: Literal["empirical", "sampled"] = "empirical", likelihood: str | Likelihood | None = None
     ) -> None:
@@ -151,6 +152,7 @@ class HyLo(_RowCurvature):
     The default damping is 0.1, because the part of a gradient outside the span of the rows is multiplied by 1/α.
     """
 
+    @with_suggestions
     def __init__(
         self,
         rank: float = 0.1,

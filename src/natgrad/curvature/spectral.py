@@ -13,7 +13,7 @@ from typing_extensions import override
 from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.curvature.sides import Side
-from natgrad.errors import require
+from natgrad.errors import require, with_suggestions
 from natgrad.layers import Layer, Rows
 from natgrad.linalg import product
 from natgrad.linalg.device import on_host
@@ -57,6 +57,7 @@ class Spectral(Curvature):
     # The size up to which every factor is whole: the decomposition of a larger one takes more than a few milliseconds.
     _whole_size = 256
 
+    @with_suggestions
     def __init__(
         self,
         *,

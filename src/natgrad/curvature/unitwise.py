@@ -11,7 +11,7 @@ from typing_extensions import override
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.likelihood import Likelihood
-from natgrad.errors import require_one_of
+from natgrad.errors import require_one_of, with_suggestions
 from natgrad.layers import Layer, Rows
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
@@ -29,6 +29,7 @@ class UnitWise(Curvature):
     sum_positions = True
     takes_narrow = True
 
+    @with_suggestions
     def __init__(
         self,
         *,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from natgrad.curvature import Curvature, Curvatures
-from natgrad.errors import require
+from natgrad.errors import require, with_suggestions
 from natgrad.layers import Layer, is_key, matches, show_key
 from natgrad.schedule import Schedule, check_number, check_schedule, value_at
 
@@ -19,6 +19,7 @@ class ByKind:
     A layer uses the factor of the first pattern or class that matches it, else that of its kind, else 1.
     """
 
+    @with_suggestions
     def __init__(self, damping: Schedule, *, norms: float = 1.0, layers: Mapping[Any, float] | None = None) -> None:
         """Choose the factors.
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import cos, log10, pi
 
-from natgrad.errors import require
+from natgrad.errors import require, with_suggestions
 from natgrad.schedule import check_number, check_whole, is_whole
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class _Way(ABC):
     """A transition from one value to another.
@@ -103,6 +104,7 @@ class WarmUp(_Way):
 class Piecewise:
     """Change at some steps and stay constant in between: ``Piecewise({0: 0.1, 1000: 0.01})``."""
 
+    @with_suggestions
     def __init__(self, values: Mapping[int, float]) -> None:
         """Check the values.
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from natgrad.distributed.rules import PlacementRule, names, rule_of
-from natgrad.errors import ArgumentError, did_you_mean, require, require_one_of
+from natgrad.errors import ArgumentError, did_you_mean, require, require_one_of, with_suggestions
 from natgrad.schedule import check_whole, is_number, is_whole
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """The distribution of work and state over ranks.

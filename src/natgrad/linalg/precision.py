@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from natgrad.errors import ArgumentError, did_you_mean, require
+from natgrad.errors import ArgumentError, did_you_mean, require, with_suggestions
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,6 +57,7 @@ class Precision:
     wire: torch.dtype | None = None
     solve: torch.dtype | None = None
 
+    @with_suggestions
     def __init__(
         self,
         *,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from natgrad.capture.counts import Count
 from natgrad.distributed.fsdp import is_sharded, local, whole
-from natgrad.errors import require, warn
+from natgrad.errors import require, warn, with_suggestions
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_between, on_host
 from natgrad.preconditioner import Preconditioner
@@ -37,6 +37,7 @@ class PreconditionedOptimizer(Optimizer):
         clip_norm: The largest norm of all gradients. None: any.
     """
 
+    @with_suggestions
     def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner, *, clip_norm: float | None = None) -> None:
         """Combine any optimizer with the preconditioner of the same model.
 

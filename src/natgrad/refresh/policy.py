@@ -8,11 +8,12 @@ from typing import get_args
 
 from typing_extensions import override
 
-from natgrad.errors import did_you_mean, require, require_one_of
+from natgrad.errors import did_you_mean, require, require_one_of, with_suggestions
 from natgrad.refresh.rule import INTERVAL, SIDES, Candidate, DriftRule, Measure, Reads, RefreshRule, Side, TraceRule
 from natgrad.schedule import Schedule, check_number, check_schedule, check_whole, is_whole, value_at
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class Sides:
     """Separate intervals for A and G, because "the factor A fluctuates less than G" (Osawa 2019, section 5.4).
@@ -34,6 +35,7 @@ class Sides:
             check_schedule(side, getattr(self, side), INTERVAL, minimum=1)
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class Refresh(RefreshRule):
     """Refresh at intervals counted in completed steps (stale curvature: Pauloski 2022, section 4.3).
@@ -78,6 +80,7 @@ class Refresh(RefreshRule):
         return _interval("inverses", self.inverses, reads, step)
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class Adaptive(RefreshRule):
     """Decompose only the layers that a rule chooses when inverses are due. The first refresh includes all.
@@ -127,6 +130,7 @@ class Adaptive(RefreshRule):
 # --- Schedules: callables of the step that return an interval -------------------------------------------------------
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class GrowingInterval:
     """``min(20, 5 ⌊e/5⌋ + 1)`` in epoch e: every step before epoch 5, then every 6th, 11th, 16th, finally every 20th.
@@ -158,6 +162,7 @@ class GrowingInterval:
         return min(self.most, self.epochs * (epoch // self.epochs) + 1)
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class DoublingInterval:
     """Due at steps 0, 1, 2, 4, 8... until the interval is `most`, because curvature changes fastest early in training.
@@ -179,6 +184,7 @@ class DoublingInterval:
         return max(1.0, min(float(self.most), step / 2))
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class TwoPhaseInterval:
     """1 before epoch 13, then 20. In 45 epochs, 32 % of the steps are refreshes.
@@ -208,6 +214,7 @@ class TwoPhaseInterval:
         return 1 if step < self.epochs * self.steps_per_epoch else self.interval
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class MultiStepInterval:
     """Multiply the interval by `factor` at some steps, because running averages become more stable during training.
@@ -240,6 +247,7 @@ class MultiStepInterval:
         return self.interval * self.factor ** sum(step >= passed for passed in self.steps)
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class ScaledInterval:
     """``interval · reference / size``, at least 1: equally many refreshes in an epoch for any number of ranks.

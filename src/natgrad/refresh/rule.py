@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from typing_extensions import override
 
-from natgrad.errors import ArgumentError
+from natgrad.errors import ArgumentError, with_suggestions
 from natgrad.schedule import check_number, is_number
 
 # The source of a statistic. "gradients": every source that needs a backward pass.
@@ -140,6 +140,7 @@ def side_of(names: Collection[str], inputs: Collection[str]) -> Reads:
     return "both" if any(name in inputs for name in names) else "gradients"
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class TraceRule(RefreshRule):
     """Decompose a layer if the trace of its damped Fisher block has changed by more than `upper` since its last check.
@@ -170,6 +171,7 @@ class TraceRule(RefreshRule):
         return {candidate.layer for candidate in candidates if candidate.change > self.upper}
 
 
+@with_suggestions
 @dataclass(frozen=True)
 class DriftRule(RefreshRule):
     """Decompose a layer if ``‖X_t - X_last‖ / ‖X_last‖ >= threshold`` for one of its factors X.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from natgrad.errors import CurvatureError, warn
+from natgrad.errors import CurvatureError, warn, with_suggestions
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
 from natgrad.schedule import check_whole
@@ -16,6 +16,7 @@ from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.failures import Level
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class Guard:
     """How natgrad reacts to numerical failures.
