@@ -24,6 +24,7 @@ from natgrad.errors import NatgradError, require, with_suggestions
 from natgrad.layers import Handle, Layer, first_argument, layers_for, remove_all
 from natgrad.linalg import triangle
 from natgrad.linalg.device import accelerators, full_products
+from natgrad.preconditioner.arguments import check_unscripted
 from natgrad.schedule import check_number, check_whole, is_number
 
 # μ1 of the double damping.
@@ -87,6 +88,7 @@ class KBFGS(torch.optim.Optimizer):
                 float32, or if no layer is trained.
         """
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
+        check_unscripted(model)
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         require(ranks == 1, "ranks", ranks, "1: KBFGS is an optimizer for one process")
         check_number("lr", lr, "a number >= 0", minimum=0)

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_an_argument_like_no_other_has_a_list():
         natgrad.NaturalMuon(network(), learning_rate=0.1)
 
 
-@pytest.mark.parametrize("build", [natgrad.NaturalMuon, natgrad.Preconditioner])
+@pytest.mark.parametrize("build", [natgrad.NaturalMuon, natgrad.Preconditioner, partial(natgrad.KBFGS, lr=0.1)])
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_torch_jit_has_compiled_is_refused(build, whole):
     model = network()

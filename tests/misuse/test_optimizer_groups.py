@@ -53,3 +53,21 @@ def test_a_group_is_added_to_the_inner_optimizer():
     optimizer.add_param_group({"params": [added], "lr": 0.5})
     assert optimizer.optimizer.param_groups[-1]["params"] == [added]
     assert optimizer.param_groups[-1]["lr"] == 0.5
+
+
+def test_natural_muon_refuses_to_maximize():
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    optimizer = natgrad.NaturalMuon(model)
+    spare = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"^param_group\['maximize'\]=True is not allowed: .* negate the loss"):
+        optimizer.add_param_group({"params": [spare], "maximize": True})
+    assert len(optimizer.param_groups) == 2
+    before = [parameter.clone() for parameter in model.parameters()]
+    for group in optimizer.param_groups:
+        optimizer.zero_grad()
+        cross_entropy(model(torch.randn(8, 5)), torch.randint(3, (8,))).backward()
+        group["maximize"] = True
+        with pytest.raises(ValueError, match=r"^group\['maximize'\]=True is not allowed"):
+            optimizer.step()
+        group["maximize"] = False
+    assert all(old.equal(new) for old, new in zip(before, model.parameters(), strict=True))

@@ -247,11 +247,13 @@ class NaturalMuon(PreconditionedOptimizer):
         """Add a group of matrices that natural Muon moves, or of parameters that AdamW moves.
 
         Raises:
-            ValueError: if it has both, or an option that is the same for all groups. Nothing has been changed then.
+            ValueError: if it has both, an option that is the same for all groups, or maximize=True. Nothing has been
+                changed then.
         """
         for name in param_group.keys() & _SAME_IN_ALL_GROUPS:
             allowed = "left out: it is the same for all groups"
             raise ArgumentError(f"param_group[{name!r}]", param_group[name], allowed)
+        _check_direction("param_group", param_group)
         params = param_group.get("params", ())
         parameters = [params] if isinstance(params, Tensor) else list(params)
         matrices = self._matrices()
@@ -271,6 +273,8 @@ class NaturalMuon(PreconditionedOptimizer):
     @override
     def _read_groups(self) -> None:
         super()._read_groups()
+        for group in self.param_groups:
+            _check_direction("group", group)
         self._read_momentum()
 
     def _read_momentum(self) -> None:
@@ -358,6 +362,12 @@ def _check_options(betas: object, decay: object, clip_norm: object, gradients: s
     require_one_of("decay", decay, "all", "matrices")
     allowed = "None with gradients='reduce': the norm of averaged gradients is known too late"
     require(clip_norm is None or gradients == "averaged", "clip_norm", clip_norm, allowed)
+
+
+def _check_direction(name: str, group: Mapping[str, Any]) -> None:
+    """Check that a group's parameters move against the gradient: AdamW alone would move them along it."""
+    maximizes = group.get("maximize", False)
+    require(not maximizes, f"{name}['maximize']", maximizes, "False: natural Muon minimizes; negate the loss")
 
 
 def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
