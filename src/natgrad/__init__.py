@@ -114,12 +114,13 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _REMOVED:
-        raise AttributeError(f"natgrad.{name} was removed: {_REMOVED[name]}")
     if name not in _HOMES:
-        from natgrad.errors import did_you_mean  # noqa: PLC0415  # here it would be a name of this module
+        from natgrad.errors import did_you_mean, with_address  # noqa: PLC0415  # here they would be public
 
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, _HOMES)}")
+        message = f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, _HOMES)}"
+        if name in _REMOVED:
+            message = f"natgrad.{name} was removed: {_REMOVED[name]}"
+        raise AttributeError(with_address(message, "arguments"))
     home = _HOMES[name]
     value = import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
     globals()[name] = value

@@ -2,6 +2,8 @@
 
 import sys
 
+from natgrad.errors import with_address
+
 
 def main() -> None:
     """Run the command line."""
@@ -11,7 +13,8 @@ def main() -> None:
         run()
     except ImportError as error:
         missing = _missing(error)
-        sys.exit(f"error: the command line needs {missing}, as installed by: pip install 'natgrad[tasks]'")
+        message = f"error: the command line needs {missing}, as installed by: pip install 'natgrad[tasks]'"
+        sys.exit(with_address(message, "missing-package"))
 
 
 def _missing(error: ImportError) -> str:

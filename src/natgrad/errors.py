@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -12,7 +13,18 @@ from typing import Any, TypeVar, cast
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 PAGE = "https://natgrad.github.io/natgrad/trouble/"
-"""The address of docs/trouble.md, which explains each warning, and errors that have several causes."""
+"""The address of docs/trouble.md, which has a section for each warning and error."""
+
+_ADDRESS = re.compile(rf"\. See ({re.escape(PAGE)}#[\w-]+)")
+
+
+def with_address(message: str, anchor: str) -> str:
+    """Return a message that ends in the address of a section of `PAGE`.
+
+    If it quotes an error, it ends in the address of that one, which says more about the cause.
+    """
+    quoted = _ADDRESS.findall(message)
+    return f"{_ADDRESS.sub('', message)}. See {quoted[0] if quoted else f'{PAGE}#{anchor}'}"
 
 
 class NatgradError(Exception):
@@ -26,7 +38,7 @@ class NatgradError(Exception):
         self.anchor = anchor or self.anchor
 
     def __str__(self) -> str:
-        return f"{super().__str__()}. See {PAGE}#{self.anchor}" if self.anchor else super().__str__()
+        return with_address(super().__str__(), self.anchor) if self.anchor else super().__str__()
 
 
 class CurvatureError(NatgradError):
@@ -63,13 +75,16 @@ class ArgumentError(ValueError):
         near: The result of `did_you_mean`.
     """
 
+    anchor = "arguments"
+
     def __init__(self, name: str, value: Any, allowed: str, near: str = "") -> None:
         """Keep the parts, so that a caller can raise the error again under another name."""
         super().__init__(name, value, allowed, near)
         self.name, self.value, self.allowed, self.near = name, value, allowed, near
 
     def __str__(self) -> str:
-        return f"{self.name}={self.value!r} is not allowed{self.near}: {self.name} must be {self.allowed}"
+        message = f"{self.name}={self.value!r} is not allowed{self.near}: {self.name} must be {self.allowed}"
+        return with_address(message, self.anchor)
 
     def renamed(self, name: str) -> ArgumentError:
         """Return the same error about an argument of another name."""
@@ -88,7 +103,7 @@ def warn(message: str, anchor: str) -> None:
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("natgrad", "torch"):
         frame, level = frame.f_back, level + 1
-    warnings.warn(f"{message}. See {PAGE}#{anchor}", NatgradWarning, stacklevel=level)
+    warnings.warn(with_address(message, anchor), NatgradWarning, stacklevel=level)
 
 
 def require(condition: object, name: str, value: Any, allowed: str, near: str = "") -> None:
@@ -138,7 +153,8 @@ def with_suggestions(constructor: _Function) -> _Function:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in (name for name in kwargs if name not in known):
             near = did_you_mean(name, known) or f"; known are {', '.join(known)}"
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{near}")
+            message = f"{type(self).__name__}() got an unexpected keyword argument {name!r}{near}"
+            raise TypeError(with_address(message, "arguments"))
         constructor(self, *args, **kwargs)
 
     return cast("_Function", checked)

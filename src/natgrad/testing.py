@@ -129,13 +129,13 @@ def _check_layers(module: nn.Module, layers: list[Layer], args: tuple[Any, ...],
             _check_gradients(layer, [use for use in uses if use.primary is layer], known, samples)
         except NatgradError as error:
             where = f"{type(layer).__name__} of {layer.name or 'the module'}{note}"
-            raise NatgradError(f"{where}: {error}") from error.__cause__
+            raise NatgradError(f"{where}: {error}", "your-own-code") from error.__cause__
 
 
 def _check_gradients(layer: Layer, uses: list[_Use], known: Mapping[int, list[Tensor]], samples: int) -> None:
     """Compare the gradients of each sample from rows with the `known` ones, by the ``id`` of the parameter."""
     if not uses:
-        raise NatgradError("no call of it was observed")
+        raise NatgradError("no call of it was observed", "your-own-code")
     rows = [_rows(use, samples) for use in uses]
     found, bounds = (
         torch.stack([_product(use.layer, *pair) for use, pair in zip(uses, pairs, strict=True)]).sum(0)
@@ -153,11 +153,13 @@ def _check_gradients(layer: Layer, uses: list[_Use], known: Mapping[int, list[Te
             reason = (
                 "the last column of the rows of inputs must be 1" if is_last else _reason(*pair, rows, slot.columns)
             )
-            raise NatgradError(f"Σ g aᵀ is not the gradient of {slot.label} by autograd: {reason}")
+            raise NatgradError(f"Σ g aᵀ is not the gradient of {slot.label} by autograd: {reason}", "your-own-code")
     for use, pair in zip(uses, rows, strict=True) if layer.form != "elementwise" else ():
         single = _rows(use, use.layer.positions(use.gradient))
         if not all(_close(one.flatten(1, 2), own.flatten(1, 2)) for one, own in zip(single, pair, strict=True)):
-            raise NatgradError("its rows differ if each position is a sample, as with reduction='tokens'")
+            raise NatgradError(
+                "its rows differ if each position is a sample, as with reduction='tokens'", "your-own-code"
+            )
 
 
 def _rows(use: _Use, samples: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +170,7 @@ def _rows(use: _Use, samples: int) -> tuple[Tensor, Tensor]:
         pair, twice = (layer.rows(use.inputs, times * use.gradient, samples) for times in (1, 2))
         a, g, doubled = (by_sample(rows, samples).dense().double() for rows in (*pair, twice[1]))
     except (RuntimeError, IndexError) as error:
-        raise NatgradError(f"its rows raise {type(error).__name__}: {error}{ones}") from error
+        raise NatgradError(f"its rows raise {type(error).__name__}: {error}{ones}", "your-own-code") from error
     o, i = layer.outputs, layer.inputs
     wanted = {
         "matrix": ((n, samples, positions, i), (n, samples, positions, o)),
@@ -178,10 +180,13 @@ def _rows(use: _Use, samples: int) -> tuple[Tensor, Tensor]:
     for name, rows, shape in zip(("inputs", "gradients"), (a, g), wanted, strict=True):
         if tuple(rows.shape) != shape:
             raise NatgradError(
-                f"the rows of {name} have the shape {tuple(rows.shape)}, not [n, B, T, d] = {shape}{ones}"
+                f"the rows of {name} have the shape {tuple(rows.shape)}, not [n, B, T, d] = {shape}{ones}",
+                "your-own-code",
             )
     if not _close(doubled, 2 * g):
-        raise NatgradError("the rows of gradients are not linear in the gradients, as if they were squared")
+        raise NatgradError(
+            "the rows of gradients are not linear in the gradients, as if they were squared", "your-own-code"
+        )
     return a, g
 
 
@@ -315,10 +320,12 @@ def _run(
         scaler.update()
     metrics = preconditioner.metrics()
     if metrics["failed_decompositions"] and not narrow:
-        raise NatgradError(f"{curvature!r}: compute() says that a block failed, whose running averages are finite")
+        raise NatgradError(
+            f"{curvature!r}: compute() says that a block failed, whose running averages are finite", "your-own-code"
+        )
     if metrics["skipped_gradients"] and not narrow:
         what = "precondition() returns a V that is not finite, or ⟨V, W⟩ <= 0, which needs positive_definite = False"
-        raise NatgradError(f"{curvature!r}: {what}")
+        raise NatgradError(f"{curvature!r}: {what}", "your-own-code")
     blocks, found = preconditioner.state_dict()["blocks"], dict[str, Tensor]()
     for layer, own in layers:
         for spec in declarations(own, layer.outputs, layer.inputs)[0]:
@@ -342,7 +349,7 @@ def _compare(
         if not _close(other, value, tolerance):
             ratio = (other * value).sum() / value.square().sum()
             factor = f"{ratio:.4g} times what it was" if _close(other, ratio * value) else "another"
-            raise NatgradError(f"{curvature!r}: {name} is {factor} {how}")
+            raise NatgradError(f"{curvature!r}: {name} is {factor} {how}", "your-own-code")
 
 
 def _check_order(layers: Sequence[tuple[Layer, Curvature]], loss: Callable[[], Any], samples: int) -> float:
@@ -376,7 +383,8 @@ def _check_order(layers: Sequence[tuple[Layer, Curvature]], loss: Callable[[], A
             if not _close(after, before):
                 raise NatgradError(
                     f"{curvature!r}: the sum {spec.name!r} depends on the order of rows: accumulate() must use row t "
-                    "of the inputs with row t of the gradients, and each block by itself"
+                    "of the inputs with row t of the gradients, and each block by itself",
+                    "your-own-code",
                 )
     return max(float(use.gradient.abs().max()) for use in uses)
 

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -124,6 +125,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(tmp_path, monkeypatch, argume
     assert done.stderr.startswith("error: ")
     assert named in done.stderr
     assert done.stderr.count("\n") == 1
+    assert re.search(r"\. See https://natgrad\.github\.io/natgrad/trouble/#[\w-]+\n$", done.stderr)
     assert not list(tmp_path.iterdir())
 
 

@@ -17,6 +17,10 @@ from torch.utils.data import TensorDataset
 import natgrad
 from natgrad import errors, recipes
 from natgrad.cli import app
+from natgrad.tasks.base import DataError
+from natgrad.training.checkpoint import CheckpointError, DamagedError
+from natgrad.training.files import FileError
+from natgrad.training.launch import RankError, StoppedError
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "docs/tutorials", "docs/integrations", ".")
@@ -169,12 +173,17 @@ def test_the_pages_are_short():
     assert sum(len(text.split()) for name, text in TEXTS.items() if Path(name).name not in apart) < 25_000
 
 
+# The errors of natgrad by name.
+KINDS = {kind.__name__: kind for kind in (CheckpointError, DamagedError, DataError, FileError, RankError, StoppedError)}
+KINDS |= {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and hasattr(kind, "anchor")}
+
+
 def anchors_of_errors():
-    """Yield the anchor of each error that a training loop may raise; the command line's name a file or a cause."""
+    """Yield the anchor of each error."""
     for path, tree in PARSED.items():
-        for call in ast.walk(tree) if path.parts[0] not in ("cli", "tasks", "testing.py", "training") else ():
-            kind = getattr(errors, call.func.id, None) if isinstance(getattr(call, "func", None), ast.Name) else None
-            if isinstance(kind, type) and issubclass(kind, errors.NatgradError):
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            kind = KINDS.get(ast.unparse(call.func).rpartition(".")[2])
+            if kind is not None:
                 assert kind.anchor or len(call.args) == 2, f"{path}, line {call.lineno}: an error without an anchor"
                 yield kind.anchor or call.args[1].value
 
@@ -185,7 +194,7 @@ def test_each_warning_and_error_leads_to_its_section():
     for call in calls:
         warned[ast.unparse(call.func)].append(call.args[1])
     assert [ast.unparse(kind) for kind in warned["warnings.warn"]].count("NatgradWarning") == 1  # in `warn`
-    given = [*warned["warn"], *warned["self._warn_once"]]
+    given = [*warned["warn"], *warned["self._warn_once"], *warned["with_address"]]
     used = {anchor.value for anchor in given if isinstance(anchor, ast.Constant)}
     used |= set(anchors_of_errors())
     sections = re.findall(r"^#+ (.*)\n\n> (.*)$", TEXTS["docs/trouble"], re.MULTILINE)
@@ -200,6 +209,16 @@ def test_a_message_ends_in_the_address():
         natgrad.HyLo(rank=1)
     assert str(natgrad.CurvatureError("bad")) == f"bad. See {errors.PAGE}#unusable-curvature"
     assert str(natgrad.NatgradError("bad")) == "bad"
+    assert str(errors.ArgumentError("x", 1, "2")) == f"x=1 is not allowed: x must be 2. See {errors.PAGE}#arguments"
+    with pytest.raises(TypeError, match=r"'model'\?\)\. See https://.*/trouble/#arguments$"):
+        natgrad.Preconditioner(modle=None)
+    with pytest.raises(AttributeError, match=r"'KFAC'\?\)\. See https://.*/trouble/#arguments$"):
+        _ = natgrad.Kfac
+
+
+def test_a_message_that_quotes_another_ends_in_the_address_of_that_one():
+    cause = natgrad.CurvatureError("bad")
+    assert str(FileError(f"line 3: {cause}; stop")) == f"line 3: bad; stop. See {errors.PAGE}#unusable-curvature"
 
 
 def test_get_started_runs_as_pasted(tmp_path, monkeypatch):

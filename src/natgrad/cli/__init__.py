@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import natgrad
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, with_address
 
 from .analyze import analyze
 from .compare import compare
@@ -49,7 +49,7 @@ class _PlainErrors(TyperGroup):
 
 def _print_error(text: str) -> None:
     """Print an error in one line, whatever a path in it holds."""
-    line = "\\n".join(f"error: {text}".splitlines())
+    line = "\\n".join(f"error: {with_address(text, 'command-line')}".splitlines())
     Console(stderr=True, soft_wrap=True).print(line, style="red", markup=False, highlight=False)
 
 

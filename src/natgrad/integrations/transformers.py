@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from natgrad.errors import warn
+from natgrad.errors import warn, with_address
 from natgrad.preconditioner.create import create_optimizer
 from natgrad.preconditioner.natural_muon import NaturalMuon
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -27,12 +27,13 @@ try:
     import transformers
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
-    raise ImportError(_NEEDED) from error
+    raise ImportError(with_address(_NEEDED, "missing-package")) from error
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 2):
-    raise ImportError(
+    _message = (
         f"{_NEEDED}. {transformers.__version__} is installed; its Trainer takes "
         "optimizers=(natgrad.create_optimizer(model, ...), None)"
     )
+    raise ImportError(with_address(_message, "missing-package"))
 
 _SECONDS = ("seconds/capture", "seconds/reduce", "seconds/renew", "seconds/solve")
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from natgrad.capture.counts import Count
 from natgrad.distributed.fsdp import is_sharded, local, whole
-from natgrad.errors import require, warn, with_suggestions
+from natgrad.errors import require, warn, with_address, with_suggestions
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_between, on_host
 from natgrad.preconditioner import Preconditioner
@@ -350,10 +350,11 @@ class PreconditionedOptimizer(Optimizer):
 
     def __reduce__(self) -> NoReturn:
         """Refuse to copy: the hooks of the copy would be those of the original."""
-        raise TypeError(
+        message = (
             f"a {type(self).__name__} is neither copied nor pickled: build one for the copy of the model, and load "
             "its state_dict(gather=True)"
         )
+        raise TypeError(with_address(message, "order-of-calls"))
 
     def __repr__(self) -> str:
         return f"PreconditionedOptimizer({self.optimizer!r}, {self.preconditioner!r})"

@@ -27,7 +27,7 @@ from natgrad.damping import ByKind, Damping, default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.communicator import is_lost
 from natgrad.distributed.fsdp import check_layers, extra_passes, is_managed, plain_copy
-from natgrad.errors import NatgradError, NatgradWarning, describe, require, warn, with_suggestions
+from natgrad.errors import NatgradError, NatgradWarning, describe, require, warn, with_address, with_suggestions
 from natgrad.linalg.device import known_all
 from natgrad.linalg.precision import Precision, resolve_precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction
@@ -794,7 +794,8 @@ class Preconditioner:
 
     def __reduce__(self) -> NoReturn:
         """Refuse to copy: the copy's hooks would be those of the original."""
-        raise TypeError("a Preconditioner is neither copied nor pickled: build one for the copy, and load its state")
+        message = "a Preconditioner is neither copied nor pickled: build one for the copy, and load its state"
+        raise TypeError(with_address(message, "order-of-calls"))
 
     # --- Inspection ---------------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # listing tasks must not import torch
 class DataError(NatgradError):
     """A file of a data set is missing, damaged or another than expected."""
 
+    anchor = "data-sets"
+
 
 class Evaluator(Protocol):
     """The part of `torchmetrics.Metric` that an evaluation uses; `compute` combines the values of all ranks."""

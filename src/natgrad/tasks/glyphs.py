@@ -57,7 +57,9 @@ def stencils(fonts: tuple[str, ...]) -> Tensor:
 def _font(name: str) -> ImageFont.FreeTypeFont:
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{name}.ttf")
     if not path.exists():
-        raise NatgradError(f"the glyphs task needs the font {name}, which this matplotlib does not bundle")
+        raise NatgradError(
+            f"the glyphs task needs the font {name}, which this matplotlib does not bundle", "missing-package"
+        )
     return ImageFont.truetype(path, FONT)
 
 

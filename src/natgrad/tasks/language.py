@@ -19,7 +19,8 @@ try:
     import transformers
 except ImportError as error:
     raise NatgradError(
-        f"tasks on text need transformers, as installed by: pip install 'natgrad[language]' ({error})"
+        f"tasks on text need transformers, as installed by: pip install 'natgrad[language]' ({error})",
+        "missing-package",
     ) from error
 
 __all__ = ["END", "MOST_TESTED", "Language", "transformers"]

@@ -29,7 +29,8 @@ def sources() -> tuple[list[Path], list[Path]]:
     files = sorted(library.glob("*.py"))
     if len(files) < TEXT_TEST_EVERY:
         raise NatgradError(
-            f"the text task reads the standard library's sources, and {library} has {len(files)} of them"
+            f"the text task reads the standard library's sources, and {library} has {len(files)} of them",
+            "missing-package",
         )
     train = [file for index, file in enumerate(files) if index % TEXT_TEST_EVERY]
     return train, files[::TEXT_TEST_EVERY]

@@ -24,7 +24,7 @@ try:
     from sacrebleu.metrics.bleu import BLEU
 except ImportError as error:
     raise NatgradError(
-        f"translation needs sacrebleu, as installed by: pip install 'natgrad[language]' ({error})"
+        f"translation needs sacrebleu, as installed by: pip install 'natgrad[language]' ({error})", "missing-package"
     ) from error
 
 SPECIAL = ("<pad>", "<s>", "</s>")

@@ -40,5 +40,5 @@ def _module(package: str, name: str) -> Any:
         return import_module(name)
     except (ImportError, RuntimeError, OSError) as error:  # the last two if torchvision was built for another torch
         raise NatgradError(
-            f"this task needs {package}, as installed by: pip install 'natgrad[vision]' ({error})"
+            f"this task needs {package}, as installed by: pip install 'natgrad[vision]' ({error})", "missing-package"
         ) from error

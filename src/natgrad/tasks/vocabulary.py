@@ -17,7 +17,7 @@ try:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 except ImportError as error:
     raise NatgradError(
-        f"tasks on text need tokenizers, as installed by: pip install 'natgrad[language]' ({error})"
+        f"tasks on text need tokenizers, as installed by: pip install 'natgrad[language]' ({error})", "missing-package"
     ) from error
 
 __all__ = ["BERT_SPECIAL", "SubwordTask", "Tokenizer", "read", "train_byte_pairs", "train_word_pieces"]

@@ -34,6 +34,8 @@ _KEPT = 2
 class CheckpointError(NatgradError):
     """A checkpoint could not be written or read."""
 
+    anchor = "files-of-runs"
+
 
 class DamagedError(CheckpointError):
     """A checkpoint is damaged or incomplete, or holds something else than the state of the run."""

@@ -20,6 +20,8 @@ _LOCK, _PARTIAL = ".lock", ".partial"
 class FileError(NatgradError):
     """A file that is damaged, or was not written by natgrad."""
 
+    anchor = "files-of-runs"
+
 
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk; a folder only where its file system can."""

@@ -53,9 +53,13 @@ INTERRUPTED = 130
 class RankError(NatgradError):
     """A rank failed or was killed."""
 
+    anchor = "lost-rank"
+
 
 class StoppedError(NatgradError):
     """A signal stopped the launcher and its ranks."""
+
+    anchor = "command-line"
 
 
 def launch(

@@ -171,7 +171,8 @@ def _kind(name: str) -> type[Optimizer]:
         library = import_module("pytorch_optimizer")
     except ImportError as error:
         raise NatgradError(
-            f"{name} needs pytorch-optimizer, as installed by: pip install 'natgrad[benchmarks]' ({error})"
+            f"{name} needs pytorch-optimizer, as installed by: pip install 'natgrad[benchmarks]' ({error})",
+            "missing-package",
         ) from error
     found: type[Optimizer] = getattr(library, _OF_LIBRARY[name])
     return found

@@ -26,7 +26,7 @@ from natgrad.distributed import Communicator, flatten, unflatten
 from natgrad.distributed.buckets import LEAST_MESSAGES, Slices
 from natgrad.distributed.communicator import Work
 from natgrad.distributed.ddp import find_replica
-from natgrad.errors import NatgradError, require
+from natgrad.errors import ArgumentError, NatgradError, require
 from natgrad.layers import Handle, remove_all
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
@@ -408,9 +408,7 @@ def take_over_reduction(model: nn.Module) -> None:
         try:
             replica.register_comm_hook(None, _leave_alone)
         except RuntimeError as error:
-            raise ValueError(
-                f"gradients='reduce' is not allowed: the model has a communication hook: {error}"
-            ) from None
+            raise ArgumentError("gradients", "reduce", f"'averaged' with a communication hook: {error}") from None
         _taken_over.add(replica)
 
 
