@@ -165,11 +165,16 @@ def _check_gradients(layer: Layer, uses: list[_Use], known: Mapping[int, list[Te
 def _rows(use: _Use, samples: int) -> tuple[Tensor, Tensor]:
     """Return the rows a and g of one use, after checking their shapes."""
     layer, n, positions = use.layer, use.layer.blocks, use.layer.positions(use.gradient) // samples
-    ones = "; with a trained bias the rows of inputs end in a 1, which self.inputs counts" if layer.bias else ""
+    ones = (
+        "; rows of inputs have self.weight_columns columns, 0 with a frozen weight, and with a trained bias end in a 1"
+    )
+    ones = ones if layer.bias else ""
     try:
         pair, twice = (layer.rows(use.inputs, times * use.gradient, samples) for times in (1, 2))
         a, g, doubled = (by_sample(rows, samples).dense().double() for rows in (*pair, twice[1]))
-    except (RuntimeError, IndexError) as error:
+    except NatgradError:
+        raise
+    except Exception as error:  # of the user's layer
         raise NatgradError(f"its rows raise {type(error).__name__}: {error}{ones}", "your-own-code") from error
     o, i = layer.outputs, layer.inputs
     wanted = {
@@ -203,6 +208,10 @@ def _reason(found: Tensor, expected: Tensor, rows: list[tuple[Tensor, Tensor]], 
     ratio = (found * expected).sum() / expected.square().sum()
     if _close(found, ratio * expected):
         return f"it is {ratio:.4g} times that"
+    for side, others in (("output", (0, 1, 3)), ("input", (0, 1, 2))):
+        ratios = (found * expected).sum(others, keepdim=True) / expected.square().sum(others, keepdim=True)
+        if _close(found, ratios.nan_to_num() * expected):
+            return f"each {side} has a scale of its own, {ratios.min():.4g} to {ratios.max():.4g} times that"
     if _close(found.sum(0), expected.sum(0)):
         return "only their sum over samples is right: rows are in the order of samples, then of positions"
     a, g = rows[0]

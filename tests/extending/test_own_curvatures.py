@@ -142,6 +142,21 @@ def test_declarations_that_do_not_fit_are_refused(statistics, tasks, match):
         natgrad.Preconditioner(Network(), Wrong())
 
 
+@pytest.mark.parametrize(
+    ("method", "returned"),
+    [
+        ("statistics", natgrad.Statistic("A", (2, 2))),
+        ("statistics", (natgrad.TensorSpec("A", (2, 2)),)),
+        ("tasks", None),
+        ("state", ["momentum"]),
+    ],
+)
+def test_other_objects_than_declarations_are_refused(method, returned):
+    wrong = type("Wrong", (Whitening,), {method: lambda *_: returned})
+    with pytest.raises(ValueError, match=rf"^{method}\(\)=.* must be a tuple of natgrad\.\w+ in Wrong\(\)"):
+        natgrad.Preconditioner(Network(), wrong())
+
+
 @pytest.mark.parametrize("attributes", [{"trace_reads": ("A",)}, {"trace_reads": ("B",), "trace": lambda *_: 0}])
 def test_traces_that_cannot_be_computed_are_refused(attributes):
     with pytest.raises(ValueError, match=r"trace_reads=.*some of \['A'\], or None without a method trace"):

@@ -60,6 +60,26 @@ def test_subclasses_are_covered_unless_their_forward_is_another():
         assert "its forward is not that of Scaled" in reasons(Other(3, 2))["matrix"]
 
 
+def test_a_layer_that_breaks_its_contract_is_named():
+    class Tensors(ScaledLayer):
+        def gradient_rows(self, gradients, samples):
+            return gradients
+
+    class Unnamed(ScaledLayer):
+        weight_name = "weight"
+
+    modules = [type("Module", (Scaled,), {})(3, 2) for _ in range(2)]
+    natgrad.register_layer(type(modules[0]), Tensors)
+    preconditioner = natgrad.Preconditioner(modules[0])
+    with pytest.raises(natgrad.NatgradError, match=r"gradient_rows\(\) of Tensors has returned Tensor in place of nat"):
+        modules[0](torch.randn(4, 3)).sum().backward()
+    natgrad.register_layer(type(modules[1]), Unnamed)
+    preconditioner.detach()
+    with pytest.warns(natgrad.NatgradWarning, match="no layer"):
+        reasons = {row.reason for row in natgrad.Preconditioner(modules[1]).explain().rows}
+    assert reasons == {"Unnamed.weight_name is 'weight', and it has matrix"}
+
+
 def test_what_is_no_layer_is_refused():
     for module, layer, match in (
         (nn.Module, ScaledLayer, "module_type"),

@@ -85,7 +85,15 @@ WRONG_LAYERS = {
     "groups": (changed("input_rows", lambda _, a: a.flip(0)), r"weight .*the blocks \(groups\) have different orders"),
     "squared inputs": (changed("input_rows", lambda _, a: a.square()), "weight .*or other values"),
     "squared gradients": (changed("gradient_rows", lambda _, g: g.square()), "not linear in the gradients"),
+    "a scale of each output": (
+        changed("gradient_rows", lambda _, g: g * torch.linspace(0.5, 1.5, g.shape[-1]).to(g)),
+        "weight .*each output has a scale of its own, 0.5 to 1.5 times that",
+    ),
     "a scale": (changed("gradient_rows", lambda _, g: 3 * g), "weight .*it is 3 times that"),
+    "a method that fails": (
+        changed("input_rows", lambda layer, _: layer.colour),
+        "its rows raise AttributeError: .*colour",
+    ),
     "no ones": (changed("input_rows", lambda layer, a: a[..., : layer.weight_columns]), "end in a 1"),
     "ones that are not": (changed("input_rows", lambda _, a: a * a.new_tensor([1, 1, 1, 1, 0])), "bias .*must be 1"),
     "always ones": (
@@ -205,6 +213,14 @@ WRONG_CURVATURES = {
     "undeclared state": (Undeclared, r"update_state\(\) of .*as 'steps'.* declares momentum"),
     "undeclared sum": (of(Outer, add=lambda _, sums, squares: sums["H"].add_(1)), r"sums\['H'\].*there are F now"),
     "another sum": (of(Outer, add=lambda _, sums, squares: sums.update(H=squares)), "has left the sums.*'H'"),
+    "dtype": (
+        of(Outer, precondition=lambda _, *args: args[3].float()),
+        "has returned torch.float32 in place of torch.f",
+    ),
+    "no new state": (
+        of(Signs, update_state=lambda *_: None),
+        r"update_state\(\) of .* NoneType in place of tensors by name",
+    ),
     "shape": (of(Outer, precondition=lambda _, *args: args[3][0]), r"precondition\(\) of .*has returned \(\d+, \d+\)"),
     "sign": (of(Outer, precondition=lambda _, *args: -args[3]), "⟨V, W⟩ <= 0"),
     "ok": (Failing, "has returned True as which blocks succeeded"),

@@ -230,6 +230,14 @@ def declarations(
     """
     statistics, tasks = curvature.statistics(d_out, d_in), curvature.tasks(d_out, d_in)
     state = curvature.state(d_out, d_in)
+    declared: tuple[tuple[str, object, type], ...] = (
+        ("statistics()", statistics, Statistic),
+        ("tasks()", tasks, Task),
+        ("state()", state, TensorSpec),
+    )
+    for method, found, kind in declared:
+        fits = isinstance(found, Sequence) and all(isinstance(one, kind) for one in found)
+        require(fits, method, found, f"a tuple of natgrad.{kind.__name__} in {curvature!r}")
     statistics = statistics or (Statistic("seen", (1,)),)
     tasks = tasks or (Task("ready", tuple(statistic.name for statistic in statistics), (), 1.0),)
     check_declarations(curvature, statistics, tasks, state)

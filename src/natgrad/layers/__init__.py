@@ -120,6 +120,8 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
     registered = None if base is None else _REGISTERED.get(base)
     weight = "weight" if registered is None else registered.weight_name
     leaves = next((leaves for base, leaves in _LEAVES.items() if isinstance(module, base)), (weight,))
+    if registered is not None and weight not in module._parameters and "parametrizations" not in module._modules:
+        return f"{registered.__name__}.weight_name is {weight!r}, and it has {', '.join(module._parameters)}"
     if "parametrizations" in module._modules or any(leaf not in module._parameters for leaf in leaves):
         return "its weight is computed from other parameters (parametrisation)"
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]

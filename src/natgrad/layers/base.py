@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from natgrad.errors import NatgradError
 from natgrad.layers.rows import Rows
 
 
@@ -221,8 +222,22 @@ class Layer(ABC):
         """Return the number of rows (samples × positions) in the output `gradients`."""
 
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
-        """Return the rows a and the rows g of one use."""
-        return self.input_rows(inputs, gradients, samples), self.gradient_rows(gradients, samples)
+        """Return the rows a and the rows g of one use.
+
+        Raises:
+            NatgradError: if a method of a layer type has returned something else.
+        """
+        found: dict[str, Any] = {
+            "input_rows": self.input_rows(inputs, gradients, samples),
+            "gradient_rows": self.gradient_rows(gradients, samples),
+        }
+        for method, rows in found.items():
+            if not isinstance(rows, Rows):
+                raise NatgradError(
+                    f"{method}() of {type(self).__name__} has returned {type(rows).__name__} in place of natgrad.Rows",
+                    "your-own-code",
+                )
+        return found["input_rows"], found["gradient_rows"]
 
     @abstractmethod
     def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> Rows:

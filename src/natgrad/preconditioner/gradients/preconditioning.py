@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -108,10 +108,13 @@ def _solve_piece(
         memory = allocate_memory(group)
         state = {spec.name: memory.read(spec.name, blocks).to(W.dtype) for spec in group.memory_specs}
         all_finite = skips is None and known_finite(W)
-        for name, new in group.curvature.update_state(state, W).items():
+        updated = group.curvature.update_state(state, W)
+        if not isinstance(updated, Mapping):
+            raise _wrong_result(f"update_state() of {group.curvature!r}", updated, "tensors by name")
+        for name, new in updated.items():
             if name not in state or not _has_shape(new, state[name].shape):
                 wanted = tuple(state[name].shape) if name in state else f"nothing: it declares {', '.join(state)}"
-                raise _wrong_shape(f"update_state() of {group.curvature!r}, as {name!r},", new, wanted)
+                raise _wrong_result(f"update_state() of {group.curvature!r}, as {name!r},", new, wanted)
             values = new
             if not all_finite:
                 sums = _unless(skips, W.flatten(1).sum(1))  # finite only if all terms are
@@ -122,7 +125,9 @@ def _solve_piece(
     computed, averages = read_results(group, names, blocks, W.dtype), live_averages(group, blocks)
     solved = group.curvature.precondition(computed, averages, state, W, damping * group.factor)
     if not _has_shape(solved, W.shape):
-        raise _wrong_shape(f"precondition() of {group.curvature!r}", solved, tuple(W.shape))
+        raise _wrong_result(f"precondition() of {group.curvature!r}", solved, tuple(W.shape))
+    if solved.dtype != W.dtype:
+        raise _wrong_result(f"precondition() of {group.curvature!r}", solved.dtype, W.dtype)
     return solved
 
 
@@ -130,9 +135,10 @@ def _has_shape(returned: object, wanted: torch.Size) -> bool:
     return isinstance(returned, Tensor) and returned.shape == wanted
 
 
-def _wrong_shape(call: str, returned: object, wanted: object) -> NatgradError:
-    """Return the error of a curvature that has returned something else than a tensor of the shape that is wanted."""
-    found = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
+def _wrong_result(call: str, returned: object, wanted: object) -> NatgradError:
+    """Return the error of a curvature that has returned something else than what is wanted, such as a shape."""
+    found: object = tuple(returned.shape) if isinstance(returned, Tensor) else returned
+    found = found if isinstance(found, tuple | torch.dtype) else type(found).__name__
     return NatgradError(f"{call} has returned {found} in place of {wanted}", "your-own-code")
 
 
