@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from abc import ABC, abstractmethod
 from typing import Any
@@ -15,6 +16,13 @@ def call_text(instance: object, *shown: str, **arguments: Any) -> str:
     """Return the call that builds an object: texts of its first arguments, and the named ones."""
     parts = [*shown, *(f"{name}={value!r}" for name, value in arguments.items())]
     return f"{type(instance).__name__}({', '.join(parts)})"
+
+
+def changed(instance: object, kind: type, *names: str) -> list[str]:
+    """Return the attributes that differ from the defaults of the constructor of `kind`, as ``name=value``."""
+    defaults = inspect.signature(kind).parameters
+    values = {name: getattr(instance, name) for name in names}
+    return [f"{name}={value!r}" for name, value in values.items() if value != defaults[name].default]
 
 
 class Printed(ABC):

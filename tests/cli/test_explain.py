@@ -14,6 +14,9 @@ from torch import nn
 def convolutions(width=4):
     return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36 * width, 5))
 
+def lazy():
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(7), nn.ReLU(), nn.LazyLinear(5))
+
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
@@ -46,6 +49,7 @@ def run(*arguments):
             "memory: parameters 0.00319 MiB, gradients 0.00319 MiB",
         ),
         (("convolutions", "--input", "8,3,8,8", "--set", "width=99", "--optimizer", "sgd+kfac"), "100.0% covered", ""),
+        (("lazy", "--input", "8,3,8,8"), "96.6% covered", ""),
         (("Tokens", "--input", "4,16:long", "--full"), "embedding.weight", ""),
         (("Tokens", "--input", "tokens=4,16:long", "--optimizer", "adamw+ekfac"), "100.0% covered", ""),
     ],

@@ -77,7 +77,7 @@ def test_a_layer_that_breaks_its_contract_is_named():
     preconditioner.detach()
     with pytest.warns(natgrad.NatgradWarning, match="no layer"):
         reasons = {row.reason for row in natgrad.Preconditioner(modules[1]).explain().rows}
-    assert reasons == {"Unnamed.weight_name is 'weight', and it has matrix"}
+    assert reasons == {"Unnamed.weight_name is 'weight', and it has matrix, scale"}
 
 
 def test_what_is_no_layer_is_refused():

@@ -147,6 +147,16 @@ def test_a_representation_shows_the_arguments():
     )
     assert repr(natgrad.recipes.WeightRescaling(model)) == "WeightRescaling(Sequential)"
     assert repr(natgrad.recipes.ZeroErasing(0.5, rank=0)) == "ZeroErasing(probability=0.5, seed=0, rank=0)"
+    assert repr(natgrad.KFAC(factor_decay=0.5, pi=False, wide="optimizer")) == (
+        "KFAC(form='eigen', fisher='empirical', sharing='expand', factor_decay=0.5, wide='optimizer', pi=False)"
+    )
+    assert repr(natgrad.KFAC(sides="a")) == "KFAC(form='eigen', fisher='empirical', sharing='expand', A alone)"
+    assert repr(natgrad.EKFAC(max_factor_size=9)) == "EKFAC(fisher='empirical', sharing='expand', max_factor_size=9)"
+    assert repr(natgrad.RankOne(factor_decay=0.5)) == "RankOne(sharing='expand', factor_decay=0.5)"
+    for kind in (natgrad.SNGD, natgrad.HyLo, natgrad.UnitWise):
+        shown = repr(kind(fisher="sampled", likelihood="categorical"))
+        assert shown.endswith("fisher='sampled', likelihood=Categorical(dim=-1))")
+    assert repr(natgrad.Spectral(full_factors=True)).endswith("fisher='empirical', full_factors=True)")
     assert repr(natgrad.PlacementRule()) == "PlacementRule()"
     assert repr(natgrad.DenseRows(torch.zeros(1, 2, 3, 4))) == "DenseRows(samples=2, positions=3)"
     assert repr(natgrad.recipes.RunningMixup(0.4, rank=1)) == "RunningMixup(alpha=0.4, classes=None, seed=0, rank=1)"

@@ -16,6 +16,7 @@ from natgrad.curvature.sides import Side
 from natgrad.errors import with_suggestions
 from natgrad.layers import Layer, Rows
 from natgrad.linalg.device import on_host
+from natgrad.printed import changed
 from natgrad.specs import Statistic, Task, Tensors
 
 
@@ -80,7 +81,8 @@ class EKFAC(KFAC):
         self._tables = KFAC(**options)
 
     def _options(self) -> list[str]:
-        return [f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
+        others = changed(self, EKFAC, "factor_decay", "likelihood", "max_factor_size", "wide")
+        return [f"fisher={self.fisher!r}", f"sharing={self.sharing!r}", *others]
 
     def variant_for(self, layer: Layer) -> Curvature | str | None:
         """Return the variant for `layer`; for embeddings, also tied with linear layers, that of `KFAC`."""

@@ -19,6 +19,7 @@ from natgrad.errors import did_you_mean, require, require_one_of, with_suggestio
 from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import DenseRows
 from natgrad.linalg.iterative import Warm
+from natgrad.printed import changed
 from natgrad.schedule import check_whole
 from natgrad.specs import Statistic, Task, Tensors
 
@@ -122,7 +123,9 @@ class KFAC(Curvature):
 
     def _options(self) -> list[str]:
         warm = [] if self.warm is None else [f"tolerance={self.warm.tolerance}", f"iterations={self.warm.iterations}"]
-        return [f"form={self.form!r}", *warm, f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
+        pi = ("pi",) if self.sides == "both" else ()
+        others = changed(self, KFAC, "factor_decay", "likelihood", "max_factor_size", "wide", *pi)
+        return [f"form={self.form!r}", *warm, f"fisher={self.fisher!r}", f"sharing={self.sharing!r}", *others]
 
     def variant_for(self, layer: Layer) -> Curvature | str | None:
         """Return the variant with the storage that fits each size; a `TableKFAC` for embeddings, tied or not."""

@@ -12,6 +12,7 @@ from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.errors import require_one_of, with_suggestions
 from natgrad.layers import Rows
+from natgrad.printed import changed
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
 
@@ -49,7 +50,7 @@ class RankOne(Curvature):
         self.factor_decay, self.likelihood = check_estimate("empirical", factor_decay, None)
 
     def __repr__(self) -> str:
-        return f"RankOne(sharing={self.sharing!r})"
+        return f"RankOne({', '.join([f'sharing={self.sharing!r}', *changed(self, RankOne, 'factor_decay')])})"
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
         """Return ā and ḡ, means over samples and positions. Both are due together, because one task reads both."""

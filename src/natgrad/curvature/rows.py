@@ -13,6 +13,7 @@ from natgrad.curvature import kernel
 from natgrad.curvature.base import Curvature, Training, check_estimate
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import require, require_one_of, warn, with_suggestions
+from natgrad.printed import changed
 from natgrad.schedule import check_number, check_whole, is_number
 from natgrad.specs import ROWS, Statistic, Task, Tensors, TensorSpec
 
@@ -140,7 +141,7 @@ class SNGD(_RowCurvature):
     """
 
     def __repr__(self) -> str:
-        return f"SNGD(fisher={self.fisher!r})"
+        return f"SNGD({', '.join([f'fisher={self.fisher!r}', *changed(self, SNGD, 'likelihood')])})"
 
 
 class HyLo(_RowCurvature):
@@ -212,7 +213,8 @@ class HyLo(_RowCurvature):
             "random": f", kid_fraction={self.kid_fraction!r}, seed={self.seed!r}",
         }
         used = options.get(self.method, "")
-        return f"HyLo(rank={self.rank!r}, method={self.method!r}{used}, fisher={self.fisher!r})"
+        shown = [f"rank={self.rank!r}, method={self.method!r}{used}, fisher={self.fisher!r}"]
+        return f"HyLo({', '.join([*shown, *changed(self, HyLo, 'likelihood')])})"
 
     @property
     @override

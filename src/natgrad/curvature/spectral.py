@@ -19,6 +19,7 @@ from natgrad.linalg import product
 from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import to_dtype
 from natgrad.linalg.roots import LONG, inverse_root, newton_schulz, polar
+from natgrad.printed import changed
 from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
@@ -118,7 +119,8 @@ class Spectral(Curvature):
     def __repr__(self) -> str:
         groups = f", groups={self.groups}" if self.groups > 1 else ""
         shown = f"power={self.power:g}, steps={self.steps}, momentum={self.momentum:g}, fisher={self.fisher!r}{groups}"
-        return f"Spectral({shown}{'' if self.dtype is None else f', dtype={self.dtype}'})"
+        others = changed(self, Spectral, "dtype", "factor_decay", "likelihood", "max_factor_size", "full_factors")
+        return f"Spectral({', '.join([shown, *others])})"
 
     @override
     def variant_for(self, layer: Layer) -> Curvature | str:

@@ -13,6 +13,7 @@ from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import require_one_of, with_suggestions
 from natgrad.layers import Layer, Rows
+from natgrad.printed import changed
 from natgrad.specs import Statistic, Task, Tensors, TensorSpec
 
 FORMS = ("full", "unit", "diag")
@@ -57,7 +58,8 @@ class UnitWise(Curvature):
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
-        return f"UnitWise(form={self.form!r}, fisher={self.fisher!r})"
+        others = changed(self, UnitWise, "factor_decay", "likelihood")
+        return f"UnitWise({', '.join([f'form={self.form!r}', f'fisher={self.fisher!r}', *others])})"
 
     def variant_for(self, layer: Layer) -> Curvature | str:
         """Return itself for norm layers."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._pytree import tree_leaves
 
 from natgrad import PreconditionedOptimizer, create_optimizer
@@ -73,13 +74,15 @@ def examine(
     """
     model = model.to(device).train()
     arguments = [_draw(text, model, device) for text in inputs]
+    if any(isinstance(module, LazyModuleMixin) for module in model.modules()):
+        _pass(model, arguments, inputs)  # which makes the parameters of lazy modules
     plain = copy.deepcopy(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", NatgradWarning)
         created = _optimizer(model, optimizer, options)
         _pass(plain, arguments, inputs)  # the first is slower than others
-        passes = _seconds(lambda: _pass(plain, arguments, inputs), device)
+        passes = min(_seconds(lambda: _pass(plain, arguments, inputs), device) for _ in range(_STEPS))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         step, refresh = _steps(created, lambda: _pass(model, arguments, inputs), device)
