@@ -1,6 +1,8 @@
 import itertools
 import json
 import re
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -103,6 +105,10 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", *DASO, "--warmup-epochs", "99"), "--warmup-epochs + --cooldown-epochs="),
         (("train", "tabular", "--curvature", "hylo", "--curvature-option", "rank=-1"), "--curvature-option rank=-1"),
         (("train", "tabular", "--curvature", "kfac", "--form", "round"), "--form='round'"),
+        (
+            ("train", "tabular", "--curvature", "kfac", "--layers", "Lnear"),
+            "'Lnear' is not allowed (did you mean 'Linear'?)",
+        ),
         (("train", "tabular", *DASO, "--optimizer", "lbfgs"), "--averaging='daso'"),
         (("train", "--resume", "nowhere"), "--resume='nowhere'"),
         (("train", "--resume", "nowhere", "--lr", "3"), "--lr=3"),
@@ -127,6 +133,28 @@ def test_a_mistake_is_one_line_and_touches_nothing(tmp_path, monkeypatch, argume
     assert done.stderr.count("\n") == 1
     assert re.search(r"\. See https://natgrad\.github\.io/natgrad/trouble/#[\w-]+\n$", done.stderr)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_extra_of_a_task_touches_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("torchvision", "torchvision.models"):
+        monkeypatch.setitem(sys.modules, name, None)
+    done = run("train", "resnet18-imagenet", "--set", "readers=0")
+    assert done.exit_code == 2
+    assert "pip install 'natgrad[vision]'" in done.stderr
+    assert "starting" not in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_only_the_ranks_refuse_comes_before_the_start(tmp_path):
+    """EKFAC under mem-opt is refused for several ranks."""
+    out = ("--workers", "2", "--out", str(tmp_path / "run"))
+    settings = ("--curvature", "ekfac", "--placement", "mem-opt", *out)
+    command = [sys.executable, "-m", "natgrad.cli", "train", "tabular", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "placement='mem-opt' is not allowed" in done.stderr
+    assert not done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -121,6 +122,24 @@ def assigned(curvature: Curvature, *, layers: Sequence[str], norm_form: str | No
         require_one_of("norm_form", norm_form, *FORMS)
         chosen |= dict.fromkeys(NORMS, for_norms(curvature, norm_form))  # type: ignore[arg-type]  # one of FORMS
     return chosen | dict.fromkeys(map(_key, layers or ("*",)), curvature)
+
+
+def check_layers(layers: Sequence[str], model: nn.Module) -> None:
+    """Check that each of the classes and patterns of `assigned` is that of a module.
+
+    Raises:
+        ValueError: One is not.
+    """
+    modules = dict(model.named_modules())
+    kinds = dict.fromkeys(type(module).__name__ for module in modules.values() if not list(module.children()))
+    for layer in layers:
+        key = _key(layer)
+        found = any(
+            fnmatchcase(name, key) if isinstance(key, str) else isinstance(module, key)
+            for name, module in modules.items()
+        )
+        allowed = f"a class of the model's layers, {', '.join(kinds)}, or a pattern of their names"
+        require(found, "layers", layer, allowed, did_you_mean(layer, (*kinds, *modules)))
 
 
 def _key(layer: str) -> str | type[nn.Module]:

@@ -20,6 +20,7 @@ from natgrad.errors import ArgumentError, require, warn
 
 from . import checkpoint
 from .build import rehearse
+from .curvatures import check_layers
 from .display import display
 from .files import FileError, Lock, claimed, read_json, replace_text
 from .job import CHANGEABLE, Job
@@ -46,7 +47,7 @@ class Output:
             files.
         save_seconds: The least time between two checkpoints; the first comes after three minutes at the latest.
         show: Whether to show the run on the terminal.
-        title: A line that is printed before the run, once its settings are found to be allowed.
+        title: A line that is printed before the first step, when no setting can be refused any more.
 
     Raises:
         ValueError: if `save_seconds` is below 0.
@@ -87,15 +88,16 @@ def train(job: Job, output: Output, *, resume: bool = False, own_process: bool =
     with _newest_named(output.folder if resume else None):
         job = job.resolved()
         rehearse(job)
-    if job.start_from is not None and is_leader and not resume:  # find what does not fit before the run
+    if is_leader and not resume:  # find what does not fit before the run
         task = job.build_task()
-        load_weights(task.model(), job.start_from, task.new_parameters, task.vocabulary_digest())
+        model = task.model()
+        check_layers(job.layers, model)
+        if job.start_from is not None:
+            load_weights(model, job.start_from, task.new_parameters, task.vocabulary_digest())
     claim = (
         _claimed(output, job, resume=resume) if output.folder is not None and is_leader else nullcontext((None, None))
     )
     with claim as (place, lock):
-        if is_leader and output.title:
-            print(output.title, flush=True)
         return launch(_run_rank, job, output, place, lock, workers=job.workers, own_process=own_process)
 
 
@@ -286,6 +288,8 @@ def _train(
         is_elastic=_may_be_restarted(),
         is_resumed=place is not None and place.has_checkpoint,
     )
+    if world.is_leader and output.title:
+        print(output.title, flush=True)
     if place and place.has_checkpoint:
         _restore(training, place, world)
     return training.run()
