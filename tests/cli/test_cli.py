@@ -137,13 +137,25 @@ def test_a_mistake_is_one_line_and_touches_nothing(tmp_path, monkeypatch, argume
 
 def test_a_missing_extra_of_a_task_touches_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("torchvision", "torchvision.models"):
-        monkeypatch.setitem(sys.modules, name, None)
+
+    def import_module(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr("natgrad.tasks.vision.import_module", import_module)
     done = run("train", "resnet18-imagenet", "--set", "readers=0")
     assert done.exit_code == 2
     assert "pip install 'natgrad[vision]'" in done.stderr
     assert "starting" not in done.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_warning_is_one_line(tmp_path):
+    settings = ("--curvature", "hylo", "--curvature-option", "rank=1", "--steps", "1", "--out", str(tmp_path / "run"))
+    command = [sys.executable, "-m", "natgrad.cli", "train", "tabular", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    (line,) = set(done.stderr.splitlines())
+    assert re.fullmatch(r"warning: .* keeps one row of the global batch.*/trouble/#one-row", line)
 
 
 def test_what_only_the_ranks_refuse_comes_before_the_start(tmp_path):

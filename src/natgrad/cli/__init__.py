@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
+from functools import partial
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -12,7 +14,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import natgrad
-from natgrad.errors import NatgradError, with_address
+from natgrad.errors import NatgradError, NatgradWarning, with_address
 
 from .analyze import analyze
 from .compare import compare
@@ -109,4 +111,15 @@ def _program(
 
 def main() -> None:
     """Run the command line."""
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
     sys.exit(app())
+
+
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any, **more: Any
+) -> None:
+    """Show a warning of natgrad in one line: its place is in the command's own code, and says nothing to a user."""
+    if issubclass(category, NatgradWarning):
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+    else:
+        show(message, category, *place, **more)
