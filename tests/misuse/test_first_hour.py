@@ -32,6 +32,25 @@ def test_a_misspelt_argument_has_a_suggestion(kind):
         kind(**{f"{name}z": 1})
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "near"),
+    [
+        (natgrad.Preconditioner, "curvature", "kfca", "kfac"),
+        (natgrad.Preconditioner, "placement", "memopt", "mem-opt"),
+        (natgrad.Preconditioner, "precision", "bf16", "bfloat16"),
+        (natgrad.Preconditioner, "reduction", "token", "tokens"),
+        (natgrad.Preconditioner, "refresh", "drfit", "drift"),
+        (natgrad.NaturalMuon, "dtype", "bf16", "bfloat16"),
+        (natgrad.NaturalMuon, "head", "adamv", "adamw"),
+        (partial(natgrad.KFAC, fisher="sampled"), "likelihood", "categorial", "categorical"),
+    ],
+)
+def test_a_misspelt_value_has_a_suggestion(kind, name, value, near):
+    model = () if name == "likelihood" else (network(),)
+    with pytest.raises(ValueError, match=rf"^{name}='{value}' is not allowed \(did you mean '{near}'\?\)"):
+        kind(*model, **{name: value})
+
+
 def test_an_argument_like_no_other_has_a_list():
     with pytest.raises(TypeError, match="argument 'learning_rate'; known are model, lr, momentum, "):
         natgrad.NaturalMuon(network(), learning_rate=0.1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from natgrad.capture.calls import LayerCall
 from natgrad.capture.forward import ForwardPass
-from natgrad.errors import require, require_one_of, warn
+from natgrad.errors import did_you_mean, require, require_one_of, warn
 from natgrad.layers import Layer
 from natgrad.layers.norm import NORMS
 from natgrad.schedule import is_number, is_whole
@@ -59,8 +59,9 @@ class Reductions:
             self._patterns = dict(reduction)
         else:
             allowed = "'mean', 'tokens', 'sum', 'auto', or a mapping from patterns of module names to the first three"
-            fits = isinstance(reduction, str) and reduction in ("mean", "tokens", "sum", "auto")
-            require(fits, "reduction", reduction, allowed)
+            known = ("mean", "tokens", "sum", "auto")
+            fits = isinstance(reduction, str) and reduction in known
+            require(fits, "reduction", reduction, allowed, did_you_mean(reduction, known))
             self._patterns = {"*": cast(Reduction, "mean" if self.is_automatic else str(reduction))}
         self._groups: dict[str, str] = {}
         self.nearest: tuple[str, tuple[int, ...], bool] | None = None

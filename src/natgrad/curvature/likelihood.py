@@ -14,7 +14,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from natgrad.errors import require, with_suggestions
+from natgrad.errors import did_you_mean, require, with_suggestions
 from natgrad.schedule import check_number, is_whole
 
 
@@ -129,5 +129,6 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
     if isinstance(likelihood, Likelihood):
         return likelihood
     known = isinstance(likelihood, str) and likelihood in _BY_NAME
-    require(known, "likelihood", likelihood, f"one of {', '.join(map(repr, _BY_NAME))}, or a natgrad.Likelihood")
+    allowed = f"one of {', '.join(map(repr, _BY_NAME))}, or a natgrad.Likelihood"
+    require(known, "likelihood", likelihood, allowed, did_you_mean(likelihood, _BY_NAME))
     return _BY_NAME[likelihood]

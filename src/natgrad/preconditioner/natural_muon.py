@@ -25,7 +25,7 @@ from natgrad.curvature import Curvature, Spectral
 from natgrad.damping import Damping
 from natgrad.distributed import Placement
 from natgrad.distributed.fsdp import find_mesh, is_sharded, local
-from natgrad.errors import ArgumentError, require, require_one_of, warn, with_suggestions
+from natgrad.errors import ArgumentError, did_you_mean, require, require_one_of, warn, with_suggestions
 from natgrad.layers import layers_for
 from natgrad.linalg.device import multiplies_bfloat16
 from natgrad.linalg.precision import Precision, at_least_float32
@@ -159,7 +159,7 @@ class NaturalMuon(PreconditionedOptimizer):
         with unfrozen(root):
             every, candidates = matrices_of(root), matrices_of(root, covered=False)
         require(every, "model", type(model).__name__, "a model with linear layers or convolutions")
-        require(dtype in ("auto", None, "bfloat16", torch.bfloat16), "dtype", dtype, "'auto', None or torch.bfloat16")
+        _check_dtype(dtype)
         if dtype == "auto":
             dtype = torch.bfloat16 if steps is not None and _gains_from_bfloat16(root) else None
 
@@ -370,10 +370,17 @@ def _check_direction(name: str, group: Mapping[str, Any]) -> None:
     require(not maximizes, f"{name}['maximize']", maximizes, "False: natural Muon minimizes; negate the loss")
 
 
+def _check_dtype(dtype: object) -> None:
+    """Check the dtype of the update's products."""
+    fits = dtype in ("auto", None, "bfloat16", torch.bfloat16)
+    require(fits, "dtype", dtype, "'auto', None or torch.bfloat16", did_you_mean(dtype, ("auto", "bfloat16")))
+
+
 def _check_patterns(head: object, heads: Any, adamw: Any, groups: Any) -> None:
     """Check which layers are moved by what."""
     fits = isinstance(head, Spectral) or (isinstance(head, str) and head in ("spectral", "adamw"))
-    require(fits, "head", head, "'spectral', 'adamw' or a natgrad.Spectral")
+    near = did_you_mean(head, ("spectral", "adamw"))
+    require(fits, "head", head, "'spectral', 'adamw' or a natgrad.Spectral", near)
     for name, patterns in (("heads", () if heads is None else heads), ("adamw", adamw)):
         is_sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         fits = is_sequence and all(isinstance(pattern, str) for pattern in patterns)
