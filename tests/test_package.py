@@ -4,6 +4,7 @@ No test here needs a package index: hatchling is in the extra `dev`, and the env
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,10 +21,10 @@ import natgrad
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command, cwd, code=0):
+def run(*command, cwd, code=0, seconds=240):
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=variables, capture_output=True, text=True, timeout=240, check=False
+        [*map(str, command)], cwd=cwd, env=variables, capture_output=True, text=True, timeout=seconds, check=False
     )
     assert done.returncode == code, done.stderr
     return done
@@ -117,6 +118,29 @@ def test_the_wheel_trains_with_what_it_requires(environment, tmp_path):
     file, versions = run(environment / "python", "-c", _TRAIN, cwd=tmp_path).stdout.splitlines()
     assert Path(file).is_relative_to(environment.parent)
     assert versions == f"{natgrad.__version__} {natgrad.__version__}"
+
+
+def interpreter(version):
+    """Return the command of a Python of this version, or None."""
+    command = shutil.which(f"python{version}")
+    works = command and not subprocess.run([command, "--version"], capture_output=True, check=False).returncode
+    return command if works else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("newest", [False, True])
+def test_it_trains_on_the_ends_of_the_ranges_of_python_and_torch(built, newest, tmp_path):
+    """The source distribution on Python 3.10 and torch 2.6, the wheel on the newest of both that are here."""
+    wheel, source = built
+    versions = [f"3.{minor}" for minor in ((14, 13, 12) if newest else (10,)) if interpreter(f"3.{minor}")]
+    if not versions:
+        pytest.skip("there is no such Python")
+    python = tmp_path / "environment/bin/python"
+    run(interpreter(versions[0]), "-m", "venv", tmp_path / "environment", cwd=tmp_path)
+    wanted = (wheel, "torch") if newest else (source, "torch==2.6.*")
+    run(python, "-m", "pip", "install", "--quiet", *wanted, cwd=tmp_path, seconds=1500)
+    assert run(python, "-c", _TRAIN, cwd=tmp_path).stdout.endswith(f"{natgrad.__version__}\n")
 
 
 def test_the_command_without_its_extra_is_one_line(environment, tmp_path):
