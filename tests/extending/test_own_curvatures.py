@@ -163,6 +163,53 @@ def test_traces_that_cannot_be_computed_are_refused(attributes):
         natgrad.Preconditioner(Network(), type("Wrong", (Whitening,), attributes)())
 
 
+class Lookups(natgrad.Curvature):
+    """A diagonal Fisher for embeddings and linear layers, whose squares overflow in float16."""
+
+    def __init__(self):
+        self.dtypes = set()
+
+    def variant_for(self, layer):
+        return self if layer.form != "elementwise" else "no norms"
+
+    def statistics(self, d_out, d_in):
+        return (natgrad.Statistic("F", (d_out, d_in), gradient_power=2, nonnegative=True),)
+
+    def tasks(self, d_out, d_in):
+        return (natgrad.Task("inverse", ("F",), (natgrad.TensorSpec("inverse", (d_out, d_in)),), d_out * d_in),)
+
+    def accumulate(self, sums, inputs, gradients, scale, computed=None):
+        a, g = inputs.dense(), gradients.dense() * scale
+        self.dtypes |= {a.dtype, g.dtype}
+        sums["F"].add_((a.mT @ g if inputs.one_hot else g.mT @ a).square().sum(1))
+
+    def compute(self, task, averages, damping, previous=None):
+        return {"inverse": 1 / (averages["F"] + damping)}, averages["F"].flatten(1).isfinite().all(1)
+
+    def precondition(self, computed, averages, state, gradient, damping):
+        return gradient * computed["inverse"]
+
+
+def test_rows_of_embeddings_are_in_float32_under_autocast_to_float16():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**15)
+    curvature, tokens = Lookups(), torch.randint(7, (6, 5))
+    preconditioner = natgrad.Preconditioner(model, curvature, optimizer=optimizer, scaler=scaler)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        preconditioner.step()
+        scaler.step(optimizer)
+        scaler.update()
+    assert curvature.dtypes == {torch.float32}
+    metrics = preconditioner.metrics()
+    assert not any(metrics[name] for name in ("skipped_factors", "failed_decompositions", "plain_layers"))
+
+
 # --- Gathered statistics --------------------------------------------------------------------------------------------
 
 

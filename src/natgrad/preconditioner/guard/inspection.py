@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.sums import StatisticsBuffer
+from natgrad.curvature.kfac import TableKFAC
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import local, own_rows
 from natgrad.errors import warn
@@ -139,7 +140,9 @@ class Inspection:
 
 
 def _tables(groups: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlocks]]:
-    return ((group, member) for group in groups for member in group.members if member.layer.form == "one-hot")
+    """Yield the untied tables with K-FAC, whose statistic D counts the lookups of each row."""
+    tables = (group for group in groups if isinstance(group.curvature, TableKFAC))
+    return ((group, member) for group in tables for member in group.members if member.layer.form == "one-hot")
 
 
 def _strays(table: Layer, lookups: Tensor) -> Tensor:
