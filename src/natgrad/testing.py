@@ -5,11 +5,13 @@ Both compute in float64 on copies, and change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from natgrad.layers.rows import by_sample
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.coverage import cover
 from natgrad.refresh import Refresh
+from natgrad.specs import Tensors
 
 __all__ = ["check_curvature", "check_layer"]
 
@@ -233,7 +236,8 @@ def check_curvature(curvature: Curvature, model: nn.Module, batch: Any, loss_fn:
 
     Statistics and preconditioned gradients must be the same in a second run, for rows in another order, for the sum of
     the losses in place of their mean, with a loss scale, for two halves of the batch whose gradients accumulate, and if
-    the state is saved and loaded after the first step. Statistics in float16 must be near those in float64.
+    the state is saved and loaded after the first step. No block may depend on others. Statistics in float16 must be
+    near those in float64.
 
     Args:
         curvature: The curvature, of the true labels.
@@ -277,6 +281,8 @@ def check_curvature(curvature: Curvature, model: nn.Module, batch: Any, loss_fn:
     )
     for how, hint, expected, options in checks:
         _compare(curvature, f"{how}: {hint}", run(model, batch, **options), expected, _TOLERANCE)
+    with _each_block_alone({id(own): own for layer, own in layers if not _gathers(layer, own)}.values()):
+        run(model, batch)
     narrow = run(deepcopy(model).float(), tree_map(_to(torch.float32), batch), loss_scale=_LARGE / largest)
     hint = "in float16: squares overflow; convert rows to float32, or leave takes_narrow_rows False"
     _compare(curvature, hint, narrow, sums, _TOLERANCE_NARROW)
@@ -381,14 +387,22 @@ def _check_order(layers: Sequence[tuple[Layer, Curvature]], loss: Callable[[], A
         computed = {name: torch.randn(len(g), *written[name]).to(g) for name in computed_for(statistics)}
         # The first block alone, with the first two samples and the first two positions exchanged.
         moved = [rows[:1][:, _exchanged(samples)][:, :, _exchanged(rows.shape[2])] for rows in (a, g)]
-        sums = []
-        for inputs, gradients in ((a, g), moved):
+        sums, runs = [], [(a, g, 0.0), (moved[0], moved[1], 0.0), (a, g, 1.0)]
+        for inputs, gradients, start in runs:
             n = len(inputs)
-            sums.append({spec.name: g.new_zeros(n, *spec.shape, dtype=torch.float64) for spec in statistics})
+            sums.append({spec.name: g.new_full((n, *spec.shape), start, dtype=torch.float64) for spec in statistics})
             known = {name: tensor[:n] for name, tensor in computed.items()} or None
             curvature.accumulate(sums[-1], DenseRows(inputs, one_hot=is_one_hot), DenseRows(gradients), 1.0, known)
         for spec in statistics:
-            before, after = (total[spec.name][:1].tril() if spec.symmetric else total[spec.name][:1] for total in sums)
+            before, after, added = (
+                total[spec.name][:1].tril() if spec.symmetric else total[spec.name][:1] for total in sums
+            )
+            if not _close(
+                added - before, torch.ones_like(before).tril() if spec.symmetric else torch.ones_like(before)
+            ):
+                raise NatgradError(
+                    f"{curvature!r}: accumulate() must add to the sum {spec.name!r}, not replace it", "your-own-code"
+                )
             if not _close(after, before):
                 raise NatgradError(
                     f"{curvature!r}: the sum {spec.name!r} depends on the order of rows: accumulate() must use row t "
@@ -396,6 +410,48 @@ def _check_order(layers: Sequence[tuple[Layer, Curvature]], loss: Callable[[], A
                     "your-own-code",
                 )
     return max(float(use.gradient.abs().max()) for use in uses)
+
+
+def _gathers(layer: Layer, curvature: Curvature) -> bool:
+    return bool(gathered(declarations(curvature, layer.outputs, layer.inputs)[0]))
+
+
+@contextmanager
+def _each_block_alone(curvatures: Iterable[Curvature]) -> Iterator[None]:
+    """Check in each call of some methods that the first block has the same result without the others."""
+
+    def compute(curvature: Curvature, task: str, averages: Tensors, damping: float, previous: Any = None) -> Any:
+        alone = type(curvature).compute(curvature, task, _first(averages), damping, _first(previous))
+        whole = type(curvature).compute(curvature, task, averages, damping, previous)
+        for name, value in whole[0].items():
+            _compare_blocks(curvature, f"compute({task!r}) returns another {name!r}", value[:1], alone[0][name])
+        return whole
+
+    def precondition(
+        curvature: Curvature, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
+    ) -> Tensor:
+        alone = type(curvature).precondition(
+            curvature, _first(computed), _first(averages), _first(state), gradient[:1].clone(), damping
+        )
+        whole = type(curvature).precondition(curvature, computed, averages, state, gradient, damping)
+        _compare_blocks(curvature, "precondition() returns another result", whole[:1], alone)
+        return whole
+
+    with ExitStack() as stack:
+        for own in curvatures:
+            for method in (compute, precondition):
+                stack.enter_context(patch.object(own, method.__name__, partial(method, own)))
+        yield
+
+
+def _first(tensors: Any) -> Any:
+    """Return the first block of each tensor."""
+    return None if tensors is None else {name: tensor[:1].clone() for name, tensor in tensors.items()}
+
+
+def _compare_blocks(curvature: Curvature, how: str, found: Tensor, expected: Tensor) -> None:
+    if not _close(found, expected):
+        raise NatgradError(f"{curvature!r}: {how} for a block if there are others", "your-own-code")
 
 
 def _exchanged(size: int) -> list[int]:

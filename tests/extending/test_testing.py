@@ -205,6 +205,23 @@ WRONG_CURVATURES = {
     "positions": (of(Outer, rows=lambda _, a, g: (a, g.flip(2))), "'F' depends on the order of rows"),
     "samples": (of(Outer, rows=lambda _, a, g: (a, g.flip(1))), "'F' depends on the order of rows"),
     "blocks": (of(Outer, rows=lambda _, a, g: (a, g.roll(1, 0))), "'F' depends on the order of rows"),
+    "replaced": (
+        of(Outer, add=lambda _, sums, squares: sums["F"].copy_(squares.sum(1))),
+        r"accumulate\(\) must add to the sum 'F', not replace it",
+    ),
+    "blocks computed together": (
+        of(
+            Whitening,
+            compute=lambda own, task, averages, *rest: Whitening.compute(
+                own, task, {"A": averages["A"].mean(0, keepdim=True).expand_as(averages["A"])}, *rest
+            ),
+        ),
+        r"compute\('root'\) returns another 'root' for a block if there are others",
+    ),
+    "blocks preconditioned together": (
+        of(Whitening, precondition=lambda _, computed, averages, state, W, damping: W @ computed["root"].mean(0)),
+        r"precondition\(\) returns another result for a block if there are others",
+    ),
     "float16": (
         of(Outer, takes_narrow_rows=True, add=lambda _, sums, squares: sums["F"].add_(squares.sum(1))),
         "'F' of .* in float16: .*overflow",
