@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from natgrad.curvature import kernel
@@ -151,6 +152,13 @@ class Curvature(ABC):
             gradient: ``[N, d_out, d_in]``, in at least float32. No argument may be changed.
             damping: γ of this step.
         """
+
+    def result_dtype(self, d_out: int, d_in: int, device: torch.device) -> torch.dtype | None:
+        """Return the dtype whose precision `precondition` has for a block, in which workers send it to other ranks.
+
+        None: that of the gradient.
+        """
+        return None
 
     def step_cost(self, d_out: int, d_in: int) -> float:
         """Return the multiply-adds of `precondition` for a block; by default those of a product from each side."""

@@ -207,6 +207,11 @@ class Spectral(Curvature):
         return self.A.trace(averages["A"]) * self.G.trace(averages["G"])
 
     @override
+    def result_dtype(self, d_out: int, d_in: int, device: torch.device) -> torch.dtype | None:
+        is_small = on_host(device) and d_out * d_in * min(d_out, d_in) < _NARROW_WORK
+        return None if is_small else self.dtype
+
+    @override
     def step_cost(self, d_out: int, d_in: int) -> float:
         long, short = max(d_out, d_in), min(d_out, d_in)
         steps = _EXACT_STEPS if self.steps is None else self.steps
@@ -217,10 +222,10 @@ class Spectral(Curvature):
         self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
-        is_small = on_host(update) and prod(update.shape[1:]) * min(update.shape[1:]) < _NARROW_WORK
-        if self.dtype is not None and not is_small:
-            update = update.to(self.dtype)
-            computed = {name: root.to(self.dtype) for name, root in computed.items()}
+        dtype = self.result_dtype(update.shape[1], update.shape[2], update.device)
+        if dtype is not None:
+            update = update.to(dtype)
+            computed = {name: root.to(dtype) for name, root in computed.items()}
         if self.offsets > 1:  # the elements of an offset come together, as rows of A's columns
             update = update.unflatten(2, (-1, self.offsets)).mT.flatten(2)
         if computed:
@@ -229,15 +234,16 @@ class Spectral(Curvature):
         if self.groups > 1:  # each group of outputs is a matrix
             update = update.unflatten(1, (self.groups, -1)).flatten(0, 1)
             root_A = None if root_A is None else root_A.repeat_interleave(self.groups, 0)
-        update = self._polar(update, root_A).to(gradient.dtype)
+        update = self._polar(update, root_A)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
         # The squares of tiny elements underflow, so that their norm may be 0.
-        norm = torch.linalg.vector_norm(update, dim=(1, 2)).clamp_(min=torch.finfo(update.dtype).tiny ** 0.5)
+        norm = torch.linalg.vector_norm(update, dim=(1, 2), dtype=gradient.dtype)
+        norm.clamp_(min=torch.finfo(norm.dtype).tiny ** 0.5)
         # Without a gradient a layer does not move. (On a CPU `any` of numbers takes five times as long.)
         moves = torch.logical_or(gradient.amax((1, 2)), gradient.amin((1, 2)))
         if self.groups > 1:
             moves = moves.repeat_interleave(self.groups)
-        update = update.mul_((moves / norm).mul_(size).view(-1, 1, 1))
+        update = update.mul_((moves / norm).mul_(size).view(-1, 1, 1)).to(gradient.dtype)
         if self.offsets > 1:
             update = update.unflatten(2, (self.offsets, -1)).mT
         return update.reshape(gradient.shape)

@@ -45,6 +45,8 @@ def share(
         bucket.clear()
 
     for entry in entries:
+        if entry.group.role.is_gradient_worker:
+            entry.V = entry.V.to(entry.sent).to(entry.dtype)  # as it arrives
         found.append(entry)
         if bucket and _kind(bucket[0]) != _kind(entry):
             post()
@@ -61,7 +63,7 @@ def share(
 
 def _kind(entry: GroupGradients) -> tuple[object, ...]:
     """Return what the entries of a message have in common."""
-    return entry.device, entry.dtype, has_shards(entry.group)
+    return entry.device, entry.dtype, entry.sent, has_shards(entry.group)
 
 
 def _share_whole(
@@ -73,8 +75,9 @@ def _share_whole(
     """Start to exchange whole gradients, each followed by its counters; return a function that receives them."""
     entries = {rank: [entry for entry in bucket if entry.group.role.server == rank] for rank in row}
     own = [(entry, _counters(entry, failure_counters)) for entry in entries[runtime.rank]]
-    parts = [part for entry, numbers in own for part in (entry.V.reshape(-1), numbers)]
-    local = torch.cat([torch.empty(0, dtype=bucket[0].dtype, device=bucket[0].device), *parts])
+    sent = bucket[0].sent
+    parts = [part for entry, numbers in own for part in (entry.V.reshape(-1).to(sent), numbers.view(sent))]
+    local = torch.cat([torch.empty(0, dtype=sent, device=bucket[0].device), *parts])
     sizes = {rank: [n for entry in entries[rank] for n in (_numel(entry), _counter_count(entry))] for rank in row}
     work = runtime.post_from_owners(local, [sum(sizes[rank]) for rank in row], "gradients", ranks=row)
 
@@ -82,8 +85,9 @@ def _share_whole(
         for rank, vector in zip(row, work.wait(), strict=True):
             pieces = iter(vector.split(sizes[rank]))
             for entry in entries[rank] if rank != runtime.rank else ():
-                entry.V = next(pieces).view(entry.group.size, entry.group.outputs, entry.group.inputs)
-                _receive_counters(entry, next(pieces), failure_counters)
+                shape = entry.group.size, entry.group.outputs, entry.group.inputs
+                entry.V = next(pieces).view(shape).to(entry.dtype)
+                _receive_counters(entry, _numbers(next(pieces), entry.dtype), failure_counters)
         for entry, numbers in own:
             _receive_counters(entry, numbers, failure_counters)
 
@@ -100,7 +104,8 @@ def _share_rows(
     """Start to send each rank of the row the rows that it holds (FSDP2); return a function that receives them."""
     workers = [entry for entry in entries if entry.group.role.is_gradient_worker]
     own = [_counters(entry, failure_counters) for entry in workers]
-    counters = torch.cat([torch.empty(0, dtype=entries[0].dtype, device=entries[0].device), *own])
+    sent = entries[0].sent
+    counters = torch.cat([torch.empty(0, dtype=entries[0].dtype, device=entries[0].device), *own]).view(sent)
     for entry in workers:
         entry.clear_(~entry.inner.isfinite())  # a rank that receives some rows does not know their blocks
     whole = {id(entry): _whole(entry) for entry in workers}
@@ -134,9 +139,10 @@ def _share_rows(
             values = iter(vectors[len(incoming[rank]) :])
             for entry, numbers in zip(incoming[rank], vectors, strict=False):
                 entry.held = [
-                    HeldRows(slot, rows, member.start, next(values)) for member, slot, rows in slots[id(entry)]
+                    HeldRows(slot, rows, member.start, next(values).to(entry.dtype))
+                    for member, slot, rows in slots[id(entry)]
                 ]
-                _receive_counters(entry, numbers, failure_counters)
+                _receive_counters(entry, _numbers(numbers, entry.dtype), failure_counters)
         for entry, numbers in zip(workers, own, strict=True):
             _receive_counters(entry, numbers, failure_counters)
 
@@ -158,7 +164,8 @@ def _whole(entry: GroupGradients) -> list[Tensor]:
 def _values_for(rank: int, entry: GroupGradients, whole: Sequence[Tensor], holders: Holders) -> list[Tensor]:
     """Return the part of V to send to `rank`, as vectors."""
     slots = _held_slots(rank, entry, holders)
-    return [tensor[rows.start : rows.stop].reshape(-1) for tensor, (*_, rows) in zip(whole, slots, strict=True)]
+    rows = [tensor[rows.start : rows.stop] for tensor, (*_, rows) in zip(whole, slots, strict=True)]
+    return [part.reshape(-1).to(entry.sent) for part in rows]
 
 
 def _numel(entry: GroupGradients) -> int:
@@ -166,7 +173,13 @@ def _numel(entry: GroupGradients) -> int:
 
 
 def _counter_count(entry: GroupGradients) -> int:
-    return entry.group.size + 2 * len(entry.group.members)
+    """Return how many numbers of the dtype of a message the counters take: their bits are sent as they are."""
+    return (entry.group.size + 2 * len(entry.group.members)) * entry.dtype.itemsize // entry.sent.itemsize
+
+
+def _numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return counters from their bits in a message; copied, as these may begin at any place."""
+    return bits.clone().view(dtype)
 
 
 def _counters(entry: GroupGradients, failure_counters: FailureCounters) -> Tensor:

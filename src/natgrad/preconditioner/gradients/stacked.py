@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from natgrad.distributed.buckets import narrower
 from natgrad.distributed.fsdp import gradient_target, held_rows, is_sharded
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
@@ -56,6 +57,12 @@ class GroupGradients:
         self.device, self.dtype = self.group.device, self.group.work_dtype
         self.counts = [member.stop - member.start for member in self.members]
         self.blocks = self.group.blocks_of(self.members)
+
+    @property
+    def sent(self) -> torch.dtype:
+        """The dtype in which V is sent to other ranks."""
+        group = self.group
+        return narrower(group.curvature.result_dtype(group.outputs, group.inputs, group.device), self.dtype)
 
     def have_curvature(self) -> Tensor:
         """Return whether each block's layer has curvature ``[n]`` (bool)."""
