@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -75,3 +76,34 @@ def test_every_placement_equals_one_process(ranks, ranks_, kind, options):
     for found in ranks.run(ranks_, train, kind, options):
         errors = {name: relative_error(found[name], value) for name, value in alone.items()}
         assert max(errors.values()) < 1e-9, errors
+
+
+def train_wide(kind, dtype):
+    """Train a network whose middle layers are multiplied in bfloat16 on CPUs too; return its weights and the bytes."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(*sizes) for sizes in ((6, 128), (128, 128), (128, 128), (128, 3))]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).double()
+    if kind == "fsdp":
+        fully_shard(model)
+    options = {"gradients": "reduce"} if kind == "reduce" else {"placement": "mem-opt"}
+    optimizer = natgrad.NaturalMuon(model, lr=0.05, dtype=dtype, **options)
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(3, (8,))
+    for _ in range(4):
+        optimizer.zero_grad()
+        mine = slice(None) if kind is None else slice(dist.get_rank(), None, 2)
+        cross_entropy(model(x[mine]), y[mine]).backward()
+        optimizer.step()
+    values = [parameter.detach() for parameter in model.parameters()]
+    values = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+    return values, optimizer.preconditioner.traffic().get("gradients", 0)
+
+
+@pytest.mark.parametrize("kind", ["reduce", "fsdp"])
+def test_updates_are_sent_in_the_dtype_of_their_products(ranks, kind):
+    alone, _ = train_wide(None, "bfloat16")
+    (found, narrow), (other, others) = ranks.run(2, train_wide, kind, "bfloat16")
+    assert all(map(torch.equal, found, other))
+    assert max(map(relative_error, found, alone)) < 1e-9  # nothing is lost
+    (_, wide), (_, others_wide) = ranks.run(2, train_wide, kind, None)
+    # The two wide updates go from float64 to bfloat16; a rank sends those that it owns.
+    assert wide + others_wide - narrow - others == 4 * 2 * 128 * 128 * (8 - 2) * (1 if kind == "reduce" else 0.5)
