@@ -44,6 +44,7 @@ from natgrad.distributed.plan import Collective
 
 RANKS = (2, 8, 64, 512, 4096)
 FLOAT = 4  # bytes
+NARROW = 0.5  # the bytes of natural Muon's updates, which are sent in bfloat16, over those in float32
 LAP = 2  # steps
 
 
@@ -191,7 +192,9 @@ def predict(method: Method, work: Work, ranks: int, link: Link) -> float:
     if method.placement is None:
         return forward + max(backward, gradients) + work.step[name] / link.speed
     plan = make_plan(Placement(name=method.placement), work.layers[name], ranks)
-    messages = {moment: link.seconds(_busiest(sent), ranks) for moment, sent in plan.exchanges().items()}
+    sizes = {moment: _busiest(sent) for moment, sent in plan.exchanges().items()}
+    sizes["step"] *= NARROW if name == "natural" else 1
+    messages = {moment: link.seconds(size, ranks) for moment, size in sizes.items()}
     if method.reduces:
         curved = sum(layer.gradients for layer in plan.layers.values())
         uncurved = 2 * (ranks - 1) / ranks * (work.parameters - curved)
