@@ -37,6 +37,7 @@ def test_an_existing_script(run):
     assert names["loss"].item() < 0.9
     assert names["state"]["preconditioner"]["step"] == 200
     assert names["preconditioner"].metrics()["skipped_gradients"] == 0
+    assert Path("loss.png").exists()
 
 
 def test_k_fac_ends_below_sgd_on_a_residual_network(run, tmp_path):
@@ -51,6 +52,7 @@ def test_fine_tuning_with_trainer(run):
     names = run("tutorials/trainer", ("num_train_epochs=2", "max_steps=40"))
     assert names["trainer"].state.log_history[-2]["train_loss"] < 0.69
     assert names["trainer"].optimizer.optimizer.preconditioner.metrics()["step"] == 40
+    assert Path("loss.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_fine_tuning_with_trainer(run):
 def test_under_torchrun(page, printed, tmp_path):
     (tmp_path / "train.py").write_text(code_of(page))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=240
     )
@@ -72,3 +74,4 @@ def test_under_torchrun(page, printed, tmp_path):
     found = re.search(printed, done.stdout, re.MULTILINE)
     assert found, done.stdout
     assert float(found[1]) < 1.2
+    assert (tmp_path / "loss.png").exists() == page.startswith("tutorials")
