@@ -113,7 +113,9 @@ def audited(placement, wrapper, gradients="averaged", change=""):
         y = torch.randint(5, (len(x),), generator=generator)
         optimizer.zero_grad()
         cross_entropy(called(x), y).backward()
-        for parameter in model.parameters() if change else ():
+        if change == "one" and rank == 1:
+            model[2].weight.grad.mul_(3)
+        for parameter in model.parameters() if change not in ("", "one") else ():
             dist.all_reduce(parameter.grad)
             parameter.grad /= ranks if change == "averages" else 1
         with warnings.catch_warnings(record=True) as caught:
@@ -138,4 +140,32 @@ def test_gradients_that_are_reduced_as_they_are_said_to_be_are_silent(ranks, wra
 @pytest.mark.parametrize("placement", ["comm-opt", "dp"])
 def test_gradients_that_nothing_averages(ranks, placement):
     for (text,) in ranks.run(2, audited, placement, "none"):
+        assert "nothing averages gradients over the ranks" in text
+
+
+def test_a_rank_that_has_warned_exchanges_messages_as_the_others_do(ranks):
+    silent, warned = ranks.run(2, audited, "comm-opt", "ddp", "averaged", "one")
+    assert silent == []
+    assert len(warned) == 1
+
+
+def convolutional(wrapper):
+    """Three steps of natural Muon, which covers neither a linear layer nor a bias; return the warnings."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 4, 2, bias=False), nn.Flatten(), nn.Linear(36, 5))
+    called = DistributedDataParallel(model) if wrapper else model
+    optimizer = natgrad.NaturalMuon(called)
+    torch.manual_seed(place()[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", natgrad.NatgradWarning)
+        for _ in range(3):
+            optimizer.zero_grad()
+            cross_entropy(called(torch.randn(4, 2, 6, 6)), torch.randint(5, (4,))).backward()
+            optimizer.step()
+    return [str(each.message) for each in caught if issubclass(each.category, natgrad.NatgradWarning)]
+
+
+def test_gradients_of_convolutions_that_nothing_averages(ranks):
+    assert ranks.run(2, convolutional, True) == [[], []]
+    for (text,) in ranks.run(2, convolutional, False):
         assert "nothing averages gradients over the ranks" in text

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.distributed import Communicator
-from natgrad.distributed.fsdp import own_rows
+from natgrad.distributed.fsdp import is_sharded, own_rows
 from natgrad.errors import warn
 from natgrad.layers import Layer, Slot
 
@@ -31,13 +32,14 @@ class GradientAudit:
     The first row of the gradient of a linear layer is the sum of its inputs times the gradients of its first output.
     Some numbers of this row of the last linear layer are compared in the first three steps; without a linear layer
     those of the last bias, whose gradient is the sum of the output gradients. If gradients are averaged over ranks, so
-    are the sums. The next step warns.
+    are the sums. Without either, the gradients of the ranks are compared with each other. The next step warns.
     """
 
     def __init__(self, *, reduces: bool = False, ignores_factors: bool = False) -> None:
         self._reduces, self._ignores_factors = reduces, ignores_factors
-        self._left = _FIRST
-        self._chosen: tuple[Layer, Slot] | None = None
+        self._left, self._has_warned = _FIRST, False
+        self._layer: Layer | None = None  # None: only the ranks are compared
+        self._slot: Slot | None = None
         self._sums: Tensor | None = None  # the captured sums and bounds of their rounding errors ``[2, n]``
         self._pending: Tensor | None = None  # the inner products that `report` reads ``[4]``
 
@@ -46,13 +48,15 @@ class GradientAudit:
         single = [(layer, slot) for layer in layers if not layer.others for slot in layer.slots]
         weights = [each for each in single if type(each[0].module) is nn.Linear and each[1].leaf == "weight"]
         biases = [each for each in single if each[0].form == "matrix" and each[1].leaf == "bias"]
-        chosen = weights or biases
-        self._chosen = chosen[-1] if chosen else None
+        found = weights or biases
+        # As in convolutions without a bias, or whose bias natural Muon leaves.
+        rest = [slot for layer, slot in single if layer.form == "matrix" and not is_sharded(slot.parameter)]
+        self._layer, self._slot = found[-1] if found else (None, rest[-1] if rest else None)
         self.forget()
 
     def wants(self, layer: str) -> bool:
         """Return whether to add the inputs and output gradients of a layer in this step."""
-        return self._left > 0 and self._chosen is not None and layer == self._chosen[0].name
+        return self._left > 0 and self._layer is not None and layer == self._layer.name
 
     @torch.no_grad()
     def add(self, layer: Layer, inputs: Tensor, gradient: Tensor, samples: int) -> None:
@@ -60,7 +64,7 @@ class GradientAudit:
         if not gradient.numel():
             return
         dtype = torch.promote_types(gradient.dtype, torch.float32)
-        if self._chosen is not None and self._chosen[1].leaf == "bias":
+        if self._slot is not None and self._slot.leaf == "bias":
             outputs = layer.gradient_rows(gradient, samples).dense()[0].flatten(0, 1)
             a, g = outputs[:, :_NUMBERS].to(dtype), torch.ones(len(outputs), dtype=dtype, device=gradient.device)
         else:
@@ -80,23 +84,27 @@ class GradientAudit:
 
         Only inner products are computed here. `report` reads them one step later, so that the host does not wait.
         """
-        if self._left == 0 or self._chosen is None:
+        slot, averages = self._slot, runtime.ranks > 1 and not self._reduces
+        if self._left == 0 or slot is None or (self._layer is None and not averages):
             return
         self._left -= 1
-        layer, slot = self._chosen
-        parameter, size = slot.parameter, min(_NUMBERS, layer.outputs if slot.leaf == "bias" else slot.shape[1])
+        parameter, shape = slot.parameter, slot.shape
+        size = min(_NUMBERS, prod(shape[1:]) if len(shape) > 1 else shape[0])
         sums = torch.zeros(2, size, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device)
         if self._sums is not None:
             sums += self._sums[:, :size]
         sums /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(sums)
-        if runtime.ranks > 1 and not self._reduces:
+        if self._layer is None and parameter.grad is not None:
+            row = parameter.grad[0].flatten()[:size].to(sums)
+            sums = torch.stack([row, _ROUNDING * row.abs()])
+        if averages:
             runtime.sum_(sums.view(-1), "audit")
             sums /= runtime.ranks
         if parameter.grad is not None:
             start, rows = own_rows(slot.name, parameter.grad)
             if start == 0 and len(rows) >= (size if rows.ndim == 1 else 1):
                 s, noise = sums
-                g = (rows if rows.ndim == 1 else rows[0])[:size].to(s)
+                g = (rows if rows.ndim == 1 else rows[0].flatten())[:size].to(s)
                 # Divided by the largest number, because squares may overflow.
                 largest = torch.maximum(s.abs().amax(), g.abs().amax()).clamp(min=torch.finfo(g.dtype).tiny)
                 s, noise, g = s / largest, noise / largest, g / largest
@@ -105,7 +113,7 @@ class GradientAudit:
 
     def report(self) -> None:
         """Warn once of a mismatch found in the step before."""
-        if self._pending is None:
+        if self._pending is None or self._has_warned:
             return
         captured, product, actual, noise = self._pending.tolist()
         self._pending = None
@@ -118,7 +126,7 @@ class GradientAudit:
         least = _FACTOR if proportional else _TOLERANCE
         if difference <= least**2 * largest + noise:
             return
-        self._left = 0
+        self._has_warned = True  # the other ranks may still compare
         text = f".grad differs by {math.sqrt(difference / largest):.2g}, relatively, from the gradient"
         if proportional:
             text = f".grad is {factor:.4g} times the gradient"
