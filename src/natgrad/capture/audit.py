@@ -50,7 +50,8 @@ class GradientAudit:
         biases = [each for each in single if each[0].form == "matrix" and each[1].leaf == "bias"]
         found = weights or biases
         # As in convolutions without a bias, or whose bias natural Muon leaves.
-        rest = [slot for layer, slot in single if layer.form == "matrix" and not is_sharded(slot.parameter)]
+        matrices = [slot for layer, slot in single if layer.form == "matrix" and slot.parameter.ndim > 1]
+        rest = [slot for slot in matrices if not is_sharded(slot.parameter)]
         self._layer, self._slot = found[-1] if found else (None, rest[-1] if rest else None)
         self.forget()
 
@@ -84,17 +85,17 @@ class GradientAudit:
 
         Only inner products are computed here. `report` reads them one step later, so that the host does not wait.
         """
-        slot, averages = self._slot, runtime.ranks > 1 and not self._reduces
-        if self._left == 0 or slot is None or (self._layer is None and not averages):
+        layer, slot, averages = self._layer, self._slot, runtime.ranks > 1 and not self._reduces
+        if self._left == 0 or slot is None or (layer is None and not averages):
             return
         self._left -= 1
-        parameter, shape = slot.parameter, slot.shape
-        size = min(_NUMBERS, prod(shape[1:]) if len(shape) > 1 else shape[0])
+        parameter = slot.parameter
+        size = min(_NUMBERS, layer.outputs if layer is not None and slot.leaf == "bias" else prod(slot.shape[1:]))
         sums = torch.zeros(2, size, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device)
         if self._sums is not None:
             sums += self._sums[:, :size]
         sums /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(sums)
-        if self._layer is None and parameter.grad is not None:
+        if layer is None and parameter.grad is not None:
             row = parameter.grad[0].flatten()[:size].to(sums)
             sums = torch.stack([row, _ROUNDING * row.abs()])
         if averages:
