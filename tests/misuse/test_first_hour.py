@@ -52,8 +52,8 @@ def test_a_misspelt_value_has_a_suggestion(kind, name, value, near):
 
 
 def test_an_argument_like_no_other_has_a_list():
-    with pytest.raises(TypeError, match="argument 'learning_rate'; known are model, lr, momentum, "):
-        natgrad.NaturalMuon(network(), learning_rate=0.1)
+    with pytest.raises(TypeError, match="argument 'warm'; known are model, lr, momentum, "):
+        natgrad.NaturalMuon(network(), warm=0.1)
 
 
 @pytest.mark.parametrize("build", [natgrad.NaturalMuon, natgrad.Preconditioner, partial(natgrad.KBFGS, lr=0.1)])
@@ -91,3 +91,10 @@ def test_a_state_of_another_optimizer_is_refused_with_what_to_do():
 def test_too_little_memory_is_refused_with_what_to_do():
     with pytest.raises(ValueError, match="which 'comm-opt' holds; precision='bfloat16' takes less, and on several"):
         natgrad.NaturalMuon(network(), placement=natgrad.Placement(memory=10))
+
+
+def test_learning_rate_is_lr_here():
+    with pytest.raises(TypeError, match=r"'learning_rate' \(did you mean 'lr'\?\)"):
+        natgrad.NaturalMuon(nn.Linear(2, 3), learning_rate=2e-2)
+    with pytest.raises(ValueError, match=r"'learning_rate' is not allowed \(did you mean 'lr'\?\)"):
+        natgrad.create_optimizer(nn.Linear(2, 3), learning_rate=2e-2)

@@ -139,7 +139,8 @@ class Reductions:
         warn(
             f"natgrad: {name or 'the model'}, next to the loss, has inputs with positions ({list(shape)}), and the "
             "default reduction 'mean' is for losses that average over samples. Pass reduction='tokens' if the loss "
-            "averages over all positions, as a cross-entropy of tokens does, otherwise reduction='mean'",
+            "averages over all positions, as a cross-entropy of tokens does, otherwise reduction='mean'; a mapping if "
+            "terms differ",
             "reduction",
         )
 

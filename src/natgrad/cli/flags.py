@@ -76,7 +76,8 @@ def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
             options[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             is_word = re.sub("[-./]", "_", text).isidentifier()
-            require(is_word, f"{what} {name}", text, "a Python literal, a word or a path without spaces")
+            allowed = 'a Python literal, as in \'heads=["topic","tone"]\', a word or a path without spaces'
+            require(is_word, f"{what} {name}", text, allowed)
             options[name] = text
     return options
 

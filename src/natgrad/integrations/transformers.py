@@ -10,6 +10,7 @@ Examples:
 
 from __future__ import annotations
 
+from dataclasses import fields
 from time import perf_counter
 from typing import Any
 
@@ -64,7 +65,7 @@ class NatgradCallback(TrainerCallback):  # type: ignore[misc]
 
         Warns:
             NatgradWarning: if the optimizer is not one of natgrad's; if the trainer clips gradients before they are
-                preconditioned; if the weight decay of the arguments is not that of the optimizer.
+                preconditioned; if the optimizer, its learning rate or its weight decay in the arguments is not used.
         """
         optimizer = unwrapped(kwargs["optimizer"])
         if not isinstance(optimizer, PreconditionedOptimizer):
@@ -83,6 +84,12 @@ class NatgradCallback(TrainerCallback):  # type: ignore[misc]
                 f"the trainer clips gradients to {args.max_grad_norm:g} before they are preconditioned. Pass "
                 "max_grad_norm=0 in the TrainingArguments; natgrad has a KL clip (beside SGD) and clip_norm="
             )
+        defaults = {field.name: field.default for field in fields(args)}
+        rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        if args.learning_rate not in (defaults["learning_rate"], *rates):
+            _warn(f"learning_rate={args.learning_rate:g} of the TrainingArguments is not used: pass lr to natgrad")
+        if args.optim != defaults["optim"]:
+            _warn(f"optim={str(args.optim.value)!r} of the TrainingArguments is not used: pass name to natgrad")
         if args.weight_decay and not any(group.get("weight_decay") for group in optimizer.param_groups):
             _warn(
                 f"weight_decay={args.weight_decay:g} of the TrainingArguments is not used: pass weight_decay to natgrad"

@@ -118,6 +118,8 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A name is unknown.
     """
+    base, plus, curvature = str(name).partition("+")
+    require(not plus, "optimizer", name, f"one name; for a curvature: --optimizer {base} --curvature {curvature}")
     require_one_of("optimizer", name, *names())
     require("lr" not in options, "option lr", options.get("lr"), "given as the learning rate")
     allowed = [option for option in _parameters(name) if option not in ("self", "params", "model", "lr")]
