@@ -206,6 +206,9 @@ def test_other_heads_are_named_once_in_the_first_pass(make, inputs, heads):
         step(model, optimizer, inputs)
     (warning,) = caught
     assert f": pass heads={heads}. See " in str(warning.message)
+    reasons = {row.reason for row in optimizer.explain().rows}
+    assert "taken for the head: see heads=" in reasons
+    assert "nearest to the loss: head='adamw'" not in reasons
     step(model, optimizer, inputs)
     model, optimizer = build(make, heads=heads)
     assert left(model, optimizer) == heads

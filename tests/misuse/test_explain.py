@@ -40,8 +40,8 @@ def test_before_the_first_step_nothing_was_preconditioned():
     explanation = preconditioner.explain()
     assert (explanation.preconditioned, explanation.covered) == (0.0, 1.0)
     assert not any(row.preconditioned for row in explanation.rows)
-    assert "0.0% of the parameters preconditioned so far, 100.0% covered" in " ".join(str(explanation).split())
-    assert "0.0% of the parameters preconditioned so far" in repr(explanation)
+    assert "100.0% of the parameters can be preconditioned, 0.0% have been so far" in " ".join(str(explanation).split())
+    assert "0.0% have been so far" in repr(explanation)
 
 
 def test_a_layer_that_was_never_called_was_not_preconditioned():
@@ -107,7 +107,7 @@ def test_the_summary_is_short_and_complete(monkeypatch, columns):
         "excluded by the pattern 'head'",
         "frozen",
         "Bilinear",
-        "0.0% of the parameters preconditioned so far",
+        "0.0% have been so far",
         "multiplications",
         "MiB",
         "explain(full=True)",
@@ -134,6 +134,27 @@ def test_what_is_new_in_a_summary_after_steps():
     assert "Not preconditioned yet: second" in str(preconditioner.explain())
 
 
+class Tied(nn.Module):
+    """A class token of the model itself, and an embedding that is tied to the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.table = nn.Parameter(torch.ones(6)), nn.Embedding(9, 6)
+        self.hidden, self.decode = nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+        self.decode.weight = self.table.weight
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": ["dec*"]}])
+def test_natural_muon_says_what_it_leaves_to_adamw(options):
+    reasons = {row.parameter: row.reason for row in natgrad.NaturalMuon(Tied(), **options).explain().rows}
+    assert reasons == {
+        "token": "a parameter of the model itself, of no layer",
+        "table.weight": "tied to decode, the head",
+        "hidden.weight": "",
+        "hidden.bias": "natural Muon moves no biases",
+    }
+
+
 def test_optimizers_explain_themselves_and_say_what_moves_the_rest(monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     model = Deep()
@@ -142,7 +163,7 @@ def test_optimizers_explain_themselves_and_say_what_moves_the_rest(monkeypatch):
     assert "moved by AdamW alone" in text
     assert "natural Muon" in text
     assert "Spectral" not in text
-    assert "AdamW: excluded by the pattern 'head'" in " ".join(str(optimizer.explain(full=True)).split())
+    assert "AdamW: head, by heads=" in " ".join(str(optimizer.explain(full=True)).split())
     assert optimizer.metrics() == optimizer.preconditioner.metrics()
     plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     assert "nearest to the loss: head='adamw'" in str(natgrad.NaturalMuon(plain).explain())

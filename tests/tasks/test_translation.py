@@ -286,4 +286,4 @@ def test_factors_are_those_of_the_tokens_without_padding(lengths: list[tuple[int
 def test_all_of_the_model_has_curvature() -> None:
     model = small(layers=2)
     explanation = str(natgrad.Preconditioner(model, reduction="tokens").explain())
-    assert "100.0% covered" in explanation
+    assert "100.0% of the parameters can be" in explanation

@@ -105,6 +105,10 @@ def register_layer(module_type: type[nn.Module], layer: type[Layer]) -> None:
     _REGISTERED[module_type] = layer
 
 
+# The reason of class tokens and positions, for example.
+_OF_THE_MODEL = "a parameter of the model itself, of no layer"
+
+
 def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) -> Sequence[Layer] | str:
     """Return the layers of `module`, whose qualified name is `name`, or the reason why it has none."""
     base = _base(module)
@@ -114,7 +118,8 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
     if base is None and has_experts(module):
         return expert_layers(name, module)
     if base is None and not has_one_weight(module):
-        return f"no layer type covers {type(module).__name__}"
+        is_leaf = name or not module._modules
+        return f"no layer type covers {type(module).__name__}" if is_leaf else _OF_THE_MODEL
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its sizes are unknown before the first forward (lazy module)"
     registered = None if base is None else _REGISTERED.get(base)

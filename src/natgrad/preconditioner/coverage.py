@@ -141,7 +141,7 @@ def _left_out(found: list[_Found], covered: list[tuple[Layer, Curvature]]) -> li
             taken.add(id(parameter))
             reason = (reason_for(module, leaf) if entry.layers else "") or entry.reason
             if not reason and entry.layers and choice is not None and not choice.covers_bias:
-                reason = f"{type(choice).__name__} leaves biases to the optimizer"
+                reason = f"{type(choice).__name__} moves no biases"
             if not parameter.requires_grad:
                 reason = "frozen"
             shape = () if is_lazy(parameter) else tuple(parameter.shape)
@@ -191,7 +191,7 @@ def _find(place: Place, curvature: Curvature | Curvatures) -> _Found:
     layers, reason = ([], made) if isinstance(made, str) else (made, "")
     if not choice.covers_bias:
         if any(not layer.weight for layer in layers):
-            layers, reason = [], f"its weight is frozen, and {type(choice).__name__} leaves biases to the optimizer"
+            layers, reason = [], f"{type(choice).__name__} moves no biases, and its weight is frozen"
         for layer in layers:
             if layer.bias and layer.form == "matrix":
                 layer.leave_bias()
@@ -238,7 +238,7 @@ def _join(
         if slot.leaf == primary.bias_name:
             beyond -= {name for name in beyond if any(_contains(name, entry.place.name) for entry, _ in claims)}
         if beyond:
-            return f"shared with {_listed(sorted(beyond))}, which is left out"
+            return tied_to(sorted(beyond))
     choice, *others = {id(entry.choice): entry.choice for entry, _ in claims}.values()
     assert choice is not None
     if others:
@@ -357,6 +357,11 @@ def _idle_patterns(model: nn.Module, curvature: Curvature | Curvatures) -> list[
         for key in idle
         if isinstance(key, str) or any(isinstance(module, key) for module in model.modules())
     ]
+
+
+def tied_to(names: Iterable[str]) -> str:
+    """Return the reason of modules that share their weight with others, which have no curvature."""
+    return f"tied to {_listed(names)}, which is left out"
 
 
 def excluded_by(key: str | type[nn.Module]) -> str:

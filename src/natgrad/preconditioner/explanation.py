@@ -136,15 +136,16 @@ class Explanation(Printed):
             f"{cost}curvature takes {_memory(sum(row.bytes for row in self.rows))} on this rank",
             *(f"{what}: {shortened(names_of(found, self.rows))}" for what, found in special.items() if found),
             "; ".join(filter(None, (self.refresh, self.note))),
-            "elements: the share of all parameters; 0-3: 0, 1, 2 and 3; multiplications: d³ for a decomposition of d "
-            "columns. explain(full=True) lists every parameter with its rank, work and memory",
+            "elements: the share of all parameters; names such as layers.0-3 stand for layers 0 to 3; "
+            "multiplications: d³ for a decomposition of d columns",
+            "explain(full=True) lists every parameter with its rank, work and memory",
         ]
 
     def __repr__(self) -> str:
         return f"<Explanation of {len(self.rows)} parameters: {self._summary()}; {self.note}>"
 
     def _summary(self) -> str:
-        return f"{self.preconditioned:.1%} of the parameters preconditioned so far, {self.covered:.1%} covered"
+        return f"{self.covered:.1%} of the parameters can be preconditioned, {self.preconditioned:.1%} have been so far"
 
 
 # The rows of the summary for covered parameters and for others, and the characters of curvatures or reasons, and names.

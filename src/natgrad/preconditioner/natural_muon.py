@@ -30,7 +30,7 @@ from natgrad.layers import layers_for
 from natgrad.linalg.device import multiplies_bfloat16
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.preconditioner.arguments import check_dense, check_unscripted, unwrap
-from natgrad.preconditioner.coverage import Place, cover, excluded_by, places, unfrozen
+from natgrad.preconditioner.coverage import Place, cover, excluded_by, places, tied_to, unfrozen
 from natgrad.preconditioner.explanation import Explanation
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.preconditioner.membership import Group, decayed
@@ -207,13 +207,13 @@ class NaturalMuon(PreconditionedOptimizer):
         update = _Update(list(covered.values()), *parts, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
         self._spectral = [one for one in curvature.values() if isinstance(one, Spectral) and one is not head]
         self._momentum, self._decay = float(momentum), decay
-        self._excluded_heads = set(map(excluded_by, found)) if head == "adamw" and heads is None else set()
+        self._reasons = _head_reasons(every, curvature, found, heads) if head == "adamw" else {}
         super().__init__(update, preconditioner, clip_norm=clip_norm)
         self._read_momentum()
         self._coverage = preconditioner._structure.coverage
         # FSDP2's graphs have other parameters, and a frozen head is in no graph.
         if head != "spectral" and heads is None and find_mesh(model) is None and trained.keys() >= set(likely):
-            _compare_heads(preconditioner._hooks, trained, likely)
+            _compare_heads(preconditioner._hooks, trained, likely, self._reasons)
 
     def __repr__(self) -> str:
         groups = repr(self.optimizer).replace(type(self.optimizer).__name__, "NaturalMuon", 1).removesuffix(")")
@@ -222,11 +222,14 @@ class NaturalMuon(PreconditionedOptimizer):
     @override
     def explain(self, full: bool = False) -> Explanation:
         """Return what `natgrad.Preconditioner.explain` does, with AdamW as what moves the rest."""
-        found, heads = super().explain(full), self._excluded_heads
-        reason = "nearest to the loss: head='adamw'"
-        rows = [replace(row, reason=reason) if row.reason in heads else row for row in found.rows]
+        found = super().explain(full)
         found.rows = [
-            replace(row, curvature=_by_its_name(row.curvature), reason=_by_its_name(row.reason)) for row in rows
+            replace(
+                row,
+                curvature=_by_its_name(row.curvature),
+                reason=self._reasons.get(row.reason, _by_its_name(row.reason)),
+            )
+            for row in found.rows
         ]
         return found
 
@@ -497,15 +500,31 @@ def _is_readable(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.is_contiguous()
 
 
-def _compare_heads(hooks: Hooks, matrices: Mapping[str, Place], chosen: Sequence[str]) -> None:
-    """Compare the chosen heads with the graph of the first forward pass."""
+def _head_reasons(
+    matrices: Iterable[str],
+    curvature: Mapping[str, Curvature | None],
+    found: Sequence[str],
+    heads: Sequence[str] | None,
+) -> dict[str, str]:
+    """Return what `explain` says of heads that AdamW moves, by the reason that the coverage has.
+
+    `found`: the patterns of those that were found; `heads`: those of the user instead.
+    """
+    patterns, reason = (found, "nearest to the loss: head='adamw'") if heads is None else (heads, "head, by heads=")
+    names = [name for name in matrices if _first_match(name, curvature) in patterns]
+    tied = {tied_to([name]): f"tied to {name}, the head" for name in names}
+    return dict.fromkeys(map(excluded_by, patterns), reason) | tied
+
+
+def _compare_heads(hooks: Hooks, matrices: Mapping[str, Place], chosen: Sequence[str], reasons: dict[str, str]) -> None:
+    """Compare the chosen heads with the graph of the first forward pass; others change the `reasons` of `explain`."""
 
     def compare(outputs: Any) -> None:
         hooks.on_outputs = None
         places = matrices.values()
         are_present = all(place.parent is None or place.module in place.parent.children() for place in places)
         if chosen and are_present:  # after a replacement, the head is found anew
-            warn_of_other_heads(outputs, matrices, chosen)
+            warn_of_other_heads(outputs, matrices, chosen, reasons)
 
     hooks.on_outputs = compare
 
@@ -568,7 +587,9 @@ def likely_head(model: nn.Module, matrices: Mapping[str, Place]) -> str:
     return (tied or list(matrices))[-1]
 
 
-def warn_of_other_heads(outputs: Any, matrices: Mapping[str, Place], chosen: Sequence[str]) -> None:
+def warn_of_other_heads(
+    outputs: Any, matrices: Mapping[str, Place], chosen: Sequence[str], reasons: dict[str, str]
+) -> None:
     """Warn if others than the `chosen` matrices are the first ones in the graphs of the model's outputs.
 
     A compiled graph, a functional head and checkpoints hide them; then nothing is compared.
@@ -585,6 +606,7 @@ def warn_of_other_heads(outputs: Any, matrices: Mapping[str, Place], chosen: Seq
     leaves = [leaf for leaf in leaves if leaf.grad_fn not in inner]
     heads = list(dict.fromkeys(name for leaf in leaves if (name := _first_matrix(leaf.grad_fn, names)) is not None))
     if heads and set(heads) != set(chosen):
+        reasons.update(dict.fromkeys(reasons, "taken for the head: see heads="))
         warn(
             f"natgrad: NaturalMuon has taken {', '.join(chosen)} for the layers nearest to the loss, but in the first "
             f"forward pass these were {', '.join(heads)}: pass heads={heads}",
