@@ -227,7 +227,7 @@ def test_a_bare_sampled_kfac_draws_the_labels_of_norms_too():
     curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical", factor_decay=0.8)
     preconditioner = natgrad.Preconditioner(model, curvature, damping=0.05)
     shown = {row.curvature for row in preconditioner.explain().rows if row.parameter.startswith(("1.", "8."))}
-    assert shown == {"UnitWise(form='unit', fisher='sampled')"}
+    assert shown == {"UnitWise(form='unit', fisher='sampled', factor_decay=0.8, likelihood=Categorical(dim=-1))"}
     outputs = model(x)
     preconditioner.backward(cross_entropy(outputs, y), outputs)
     preconditioner.step()

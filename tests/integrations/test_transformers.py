@@ -113,7 +113,8 @@ def test_a_learning_rate_or_optimizer_that_is_not_used_is_warned_of(tmp_path, ar
 def test_the_learning_rate_of_natgrad_is_silent_in_the_arguments(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", natgrad.NatgradWarning)
-        trained(tmp_path, MUON, steps=1, learning_rate=MUON["lr"], warmup_steps=2)
+        trainer = trained(tmp_path, MUON, steps=1, learning_rate=MUON["lr"], warmup_steps=2)
+    assert trainer.state.global_step == 1
 
 
 def test_an_older_version_is_named(monkeypatch):
