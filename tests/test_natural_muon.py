@@ -409,6 +409,9 @@ def test_weight_decay_of_matrices_alone():
     assert groups[1] == ({"head.weight"}, 0.1)
     assert groups[2][1] == 0
     assert {"table.weight", "norm.weight", "shift", "head.bias"} <= groups[2][0]
+    model.no_weight_decay = lambda: {"head.weight"}
+    groups = natgrad.NaturalMuon(model, weight_decay=0.1, decay="matrices").param_groups
+    assert "head.weight" in names(model, groups[2])
 
 
 def test_added_groups_hold_what_one_method_moves_and_options_that_a_group_can_have():

@@ -116,8 +116,8 @@ class NaturalMuon(PreconditionedOptimizer):
                 (`natgrad.Spectral`).
             betas: β₁ and β₂ of AdamW. From a parameter's second step on β₁ m + (1 - β₁) g is in place of its moment m.
             eps: ε of AdamW.
-            decay: Which parameters `weight_decay` is for: "all", or "matrices": no biases, norms and embeddings, which
-                then have a group of their own.
+            decay: Which parameters `weight_decay` is for: "all", or "matrices": no biases, norms, embeddings and what
+                the names from ``model.no_weight_decay()`` stand for, which then have a group of their own.
             head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or another
                 `natgrad.Spectral`, such as ``natgrad.Spectral(power=0.25, steps=0)``.
             heads: The fnmatch patterns of the names of these layers. None: the layer that shares its weight with an
