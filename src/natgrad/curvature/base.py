@@ -153,12 +153,9 @@ class Curvature(ABC):
             damping: γ of this step.
         """
 
-    def result_dtype(self, d_out: int, d_in: int, device: torch.device) -> torch.dtype | None:
-        """Return the dtype whose precision `precondition` has for a block, in which workers send it to other ranks.
-
-        None: that of the gradient.
-        """
-        return None
+    def is_bfloat16(self, d_out: int, d_in: int, device: torch.device) -> bool:
+        """Return whether `precondition` computes a block in bfloat16; workers then send its result in bfloat16."""
+        return False
 
     def step_cost(self, d_out: int, d_in: int) -> float:
         """Return the multiply-adds of `precondition` for a block; by default those of a product from each side."""

@@ -207,9 +207,9 @@ class Spectral(Curvature):
         return self.A.trace(averages["A"]) * self.G.trace(averages["G"])
 
     @override
-    def result_dtype(self, d_out: int, d_in: int, device: torch.device) -> torch.dtype | None:
+    def is_bfloat16(self, d_out: int, d_in: int, device: torch.device) -> bool:
         is_small = on_host(device) and d_out * d_in * min(d_out, d_in) < _NARROW_WORK
-        return None if is_small else self.dtype
+        return self.dtype is not None and not is_small
 
     @override
     def step_cost(self, d_out: int, d_in: int) -> float:
@@ -222,10 +222,9 @@ class Spectral(Curvature):
         self, computed: Tensors, averages: Tensors, state: Tensors, gradient: Tensor, damping: float
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
-        dtype = self.result_dtype(update.shape[1], update.shape[2], update.device)
-        if dtype is not None:
-            update = update.to(dtype)
-            computed = {name: root.to(dtype) for name, root in computed.items()}
+        if self.is_bfloat16(update.shape[1], update.shape[2], update.device):
+            update = update.bfloat16()
+            computed = {name: root.bfloat16() for name, root in computed.items()}
         if self.offsets > 1:  # the elements of an offset come together, as rows of A's columns
             update = update.unflatten(2, (-1, self.offsets)).mT.flatten(2)
         if computed:

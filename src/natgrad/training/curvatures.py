@@ -131,7 +131,8 @@ def check_layers(layers: Sequence[str], model: nn.Module) -> None:
         ValueError: One is not.
     """
     modules = dict(model.named_modules())
-    kinds = dict.fromkeys(type(module).__name__ for module in modules.values() if not list(module.children()))
+    leaves = dict.fromkeys(type(module).__name__ for module in modules.values() if not list(module.children()))
+    kinds = [kind for kind in leaves if isinstance(_key(kind), type)]
     for layer in layers:
         key = _key(layer)
         found = any(

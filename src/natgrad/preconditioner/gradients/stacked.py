@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from natgrad.distributed.buckets import narrower
 from natgrad.distributed.fsdp import gradient_target, held_rows, is_sharded
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
@@ -62,7 +61,8 @@ class GroupGradients:
     def sent(self) -> torch.dtype:
         """The dtype in which V is sent to other ranks."""
         group = self.group
-        return narrower(group.curvature.result_dtype(group.outputs, group.inputs, group.device), self.dtype)
+        is_narrow = group.curvature.is_bfloat16(group.outputs, group.inputs, group.device)
+        return torch.bfloat16 if is_narrow else self.dtype
 
     def have_curvature(self) -> Tensor:
         """Return whether each block's layer has curvature ``[n]`` (bool)."""

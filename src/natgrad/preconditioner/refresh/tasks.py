@@ -148,29 +148,26 @@ def compute(
         NatgradError: if a tensor that the task writes is missing or of another shape, or what succeeded is not bool
             ``[N]``.
     """
-    call = f"compute({task.name!r}) of {curvature!r}"
+
+    def wrong(found: str) -> NatgradError:
+        return NatgradError(f"compute({task.name!r}) of {curvature!r} has returned {found}", "your-own-code")
+
     if not task.writes:
         first = next(iter(averages.values()))
         return {}, torch.ones(len(first), dtype=torch.bool, device=first.device)
     returned = curvature.compute(task.name, averages, damping, previous)
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Mapping):
-        raise NatgradError(
-            f"{call} has returned a {type(returned).__name__}, not (tensors by name, which succeeded)", "your-own-code"
-        )
+        raise wrong(f"a {type(returned).__name__}, not (tensors by name, which succeeded)")
     written, fine = returned
     known = next(iter(averages.values()), fine)
     if not (isinstance(fine, Tensor) and fine.dtype == torch.bool and fine.shape == known.shape[:1]):
         shown = f"{fine.dtype}{list(fine.shape)}" if isinstance(fine, Tensor) else repr(fine)
-        raise NatgradError(
-            f"{call} has returned {shown} as which blocks succeeded, not a bool for each of the blocks", "your-own-code"
-        )
+        raise wrong(f"{shown} as which blocks succeeded, not a bool for each of the blocks")
     for spec in task.writes:
         wanted = len(fine), *spec.sized(rows).shape
         found = tuple(written[spec.name].shape) if spec.name in written else "nothing"
         if found != wanted:
-            raise NatgradError(
-                f"{call} has returned {found} as {spec.name!r}, not a tensor of {wanted}", "your-own-code"
-            )
+            raise wrong(f"{found} as {spec.name!r}, not a tensor of {wanted}")
     return written, fine
 
 
