@@ -45,6 +45,7 @@ def train(model, change=lambda model: None, steps=3, loss=cross_entropy, **optio
     """Train with `change` between backward and step; return the texts of all warnings."""
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"reduction": "mean", **options}  # a convolution next to the loss may belong to another one
     preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.1, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", natgrad.NatgradWarning)

@@ -1,5 +1,7 @@
 """A loss of several terms: each layer has the samples or tokens of its own term, in float64 as the dense definition."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -238,6 +240,17 @@ def test_a_default_that_may_be_wrong_is_named_once():
     model.zero_grad()
     model(torch.randn(2, 6, 3, dtype=torch.float64)).square().mean().backward()
     preconditioner.step()  # warns no more: a warning would be an error here
+
+
+@pytest.mark.parametrize(("kernel", "is_doubtful"), [(3, True), (5, False)])
+def test_the_default_is_doubtful_after_a_convolution_with_several_pixels(kernel, is_doubtful):
+    model = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, kernel))
+    preconditioner = natgrad.Preconditioner(model, damping=DAMPING)
+    model(torch.randn(4, 2, 5)).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", natgrad.NatgradWarning)
+        preconditioner.step()
+    assert [True for each in caught if "default reduction 'mean'" in str(each.message)] == [True] * is_doubtful
 
 
 def test_an_explicit_reduction_is_never_overridden():

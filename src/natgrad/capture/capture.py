@@ -390,7 +390,7 @@ class Capture:
     def _settle(self, use: LayerCall, task: int, gradient: Tensor) -> None:
         """Determine the number of samples and terms of the pass `task` from one use of a layer in it."""
         if self._reductions.needs_nearest_layer:
-            self._reductions.note_nearest(use.layer, use.outline)
+            self._reductions.note_nearest(use.layer, use.outline, gradient)
         if task not in self._terms:
             self._discard_cleared_passes()
         self._terms.settle(use, task, gradient, drawn=self._sampling)

@@ -20,8 +20,9 @@ Count: TypeAlias = "float | Mapping[str, float] | Literal['auto']"
 
 
 # Modules whose inputs are [batch, channels, positions].
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CHANNELS_FIRST = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *_CONVOLUTIONS,
     *(norm for norm in NORMS if norm not in (nn.LayerNorm, nn.RMSNorm)),
 )
 
@@ -66,7 +67,7 @@ class Reductions:
         self._groups: dict[str, str] = {}
         self.nearest: tuple[str, tuple[int, ...], bool] | None = None
         """The layer nearest to the loss: its name, the shape of its input, and whether that has positions."""
-        self._warned = False
+        self._default_is_doubtful = False
 
     def group(self, layer: str) -> str:
         """Return the first pattern that matches the layer's name. Empty: none does."""
@@ -126,21 +127,23 @@ class Reductions:
         """Whether the layer nearest to the loss must be recorded."""
         return (self.is_automatic or self._is_default) and self.nearest is None
 
-    def note_nearest(self, layer: Layer, inputs: Tensor) -> None:
-        """Record the layer whose output is differentiated first."""
+    def note_nearest(self, layer: Layer, inputs: Tensor, gradient: Tensor) -> None:
+        """Record the layer whose output is differentiated first, by the `gradient` of its output."""
         self.nearest = layer.name, tuple(inputs.shape), _sees_positions(layer, inputs)
+        is_picture = isinstance(layer.module, _CONVOLUTIONS) and layer.positions(gradient) > layer.samples(inputs)
+        self._default_is_doubtful = self._is_default and (self.nearest[2] or is_picture)
 
     def warn_of_default(self) -> None:
-        """Warn once if "mean" is the default and the layer nearest to the loss sees positions."""
-        if self._warned or not self._is_default or self.nearest is None or not self.nearest[2]:
+        """Warn once if "mean" is the default and the layer nearest to the loss has positions or pixels."""
+        if not self._default_is_doubtful or self.nearest is None:
             return
-        self._warned = True
+        self._default_is_doubtful = False
         name, shape, _ = self.nearest
         warn(
             f"natgrad: {name or 'the model'}, next to the loss, has inputs with positions ({list(shape)}), and the "
             "default reduction 'mean' is for losses that average over samples. Pass reduction='tokens' if the loss "
-            "averages over all positions, as a cross-entropy of tokens does, otherwise reduction='mean'; a mapping if "
-            "terms differ",
+            "averages over all positions, as a cross-entropy of tokens or pixels does, otherwise reduction='mean'; a "
+            "mapping if terms differ",
             "reduction",
         )
 
