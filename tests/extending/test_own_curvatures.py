@@ -157,6 +157,14 @@ def test_other_objects_than_declarations_are_refused(method, returned):
         natgrad.Preconditioner(Network(), wrong())
 
 
+def test_a_sum_that_is_not_declared_is_refused():
+    wrong = type("Wrong", (Whitening,), {"accumulate": lambda _, sums, *rest: sums["H"].add_(1)})
+    model = Network()
+    with pytest.raises(natgrad.NatgradError, match=r"sums\['H'\].*there are A now"):
+        natgrad.Preconditioner(model, wrong())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize("attributes", [{"trace_reads": ("A",)}, {"trace_reads": ("B",), "trace": lambda *_: 0}])
 def test_traces_that_cannot_be_computed_are_refused(attributes):
     with pytest.raises(ValueError, match=r"trace_reads=.*some of \['A'\], or None without a method trace"):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from natgrad.curvature.base import Sums
 from natgrad.distributed import Communicator, Work, narrower
 from natgrad.errors import NatgradError
 from natgrad.linalg import tensor_on
@@ -286,17 +287,6 @@ def _runs(layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]]) -> 
     return runs
 
 
-class _Sums(dict[str, Tensor]):
-    """The sums that `natgrad.Curvature.accumulate` adds to."""
-
-    def __missing__(self, name: str) -> Tensor:
-        raise NatgradError(
-            f"accumulate() reads sums[{name!r}], but statistics() declares none of this name, or it is not due: "
-            f"there are {', '.join(self)} now, and with separate intervals not all are there at once",
-            "your-own-code",
-        )
-
-
 class StatisticsBuffer:
     """Raw sums and sample counts of all layers.
 
@@ -376,7 +366,7 @@ class StatisticsBuffer:
         views, specs, (_, member) = self.of(layer), self._specs[layer], self._members[layer]
         like = next(iter(views.values()))
         shapes = {spec.name: (member.stop - member.start, *spec.shape) for spec in specs}
-        whole = _Sums({name: like.new_zeros(shape) for name, shape in shapes.items()})
+        whole = Sums({name: like.new_zeros(shape) for name, shape in shapes.items()})
         accumulate(whole)
         found = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         if found != shapes:

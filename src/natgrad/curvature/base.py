@@ -16,8 +16,8 @@ from torch import Tensor
 
 from natgrad.curvature import kernel
 from natgrad.curvature.likelihood import Likelihood, resolve
-from natgrad.errors import require, require_one_of
-from natgrad.layers import Layer, Rows
+from natgrad.errors import NatgradError, require, require_one_of
+from natgrad.layers import DenseRows, Layer, Rows
 from natgrad.schedule import is_number
 from natgrad.specs import ROWS, Statistic, Task, Tensors, TensorSpec, check_declarations
 
@@ -208,6 +208,17 @@ class Curvature(ABC):
         raise NotImplementedError
 
 
+class Sums(dict[str, Tensor]):
+    """The sums that `Curvature.accumulate` adds to."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise NatgradError(
+            f"accumulate() reads sums[{name!r}], but statistics() declares none of this name, or it is not due: "
+            f"there are {', '.join(self)} now, and with separate intervals not all are there at once",
+            "your-own-code",
+        )
+
+
 def input_statistics(curvature: Curvature, statistics: Iterable[Statistic]) -> tuple[str, ...]:
     """Return the names of the statistics of inputs alone, which can have a separate interval.
 
@@ -258,6 +269,27 @@ def declarations(
         sized = [spec.name for spec in (*statistics, *written, *state) if spec.sized_by_batch]
         require(not sized, "shape", sized, f"fixed, as nothing is gathered, in {curvature!r}")
     return statistics, tasks, state
+
+
+def check_sums(
+    curvature: Curvature, statistics: Sequence[Statistic], tasks: Sequence[Task], d_out: int, d_in: int
+) -> None:
+    """Check which sums `Curvature.accumulate` adds to for a matrix, by a call on the meta device: it computes nothing.
+
+    Raises:
+        NatgradError: if it adds to one that is not declared.
+    """
+    with torch.device("meta"):
+        sums = Sums({spec.name: torch.zeros(1, *spec.shape) for spec in statistics})
+        computed = {spec.name: torch.zeros(1, *spec.shape) for task in tasks for spec in task.writes}
+        inputs, gradients = DenseRows(torch.zeros(1, 1, 1, d_in)), DenseRows(torch.zeros(1, 1, 1, d_out))
+    try:
+        with torch.no_grad():
+            curvature.accumulate(sums, inputs, gradients, 1.0, computed)
+    except NatgradError:
+        raise
+    except Exception:  # other rows, or values that the meta device has not: the first backward pass decides
+        return
 
 
 def _check_gathered(

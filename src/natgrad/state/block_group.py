@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.curvature import Curvature
-from natgrad.curvature.base import computed_for, declarations, gathered, input_statistics, summed
+from natgrad.curvature.base import check_sums, computed_for, declarations, gathered, input_statistics, summed
 from natgrad.distributed import Assignment, Plan
 from natgrad.distributed.fsdp import is_sharded
 from natgrad.layers import Layer
@@ -145,6 +145,8 @@ class BlockGroup:
         outputs, inputs = layers[0].outputs, layers[0].inputs
         specs, tasks, memory_specs = declarations(curvature, outputs, inputs)
         statistics = summed(specs)
+        if statistics and layers[0].form == "matrix":  # other layers have rows of another kind
+            check_sums(curvature, statistics, tasks, outputs, inputs)
         of_inputs = input_statistics(curvature, statistics)
         members, size = [], 0
         for layer in layers:
