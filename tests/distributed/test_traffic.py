@@ -1,4 +1,4 @@
-"""The bytes sent, summed over the ranks, are those of docs/placements.md and of the plan, to the last counter."""
+"""The bytes sent, summed over the ranks, are those of docs/placements and of the plan, to the last counter."""
 
 import pytest
 import torch

@@ -17,22 +17,23 @@ from torch.utils.data import TensorDataset
 import natgrad
 from natgrad import errors, recipes
 from natgrad.cli import app
+from natgrad.distributed import rules
 from natgrad.tasks.base import DataError
 from natgrad.training.checkpoint import CheckpointError, DamagedError
 from natgrad.training.files import FileError
 from natgrad.training.launch import RankError, StoppedError
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "docs/tutorials", "docs/integrations", ".")
-PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
-TEXTS = {
-    page.relative_to(ROOT).with_suffix("").as_posix(): page.read_text() for page in PAGES if page.name != "CHANGELOG.md"
-}
+DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "api"]  # written from docstrings
+PAGES = {page.relative_to(ROOT).with_suffix("").as_posix(): page for page in [*DOCS, *sorted(ROOT.glob("*.md"))]}
+TEXTS = {name: page.read_text() for name, page in PAGES.items() if name != "CHANGELOG"}
+ITEMS = [name for name in TEXTS if name.startswith(("docs/curvatures/", "docs/placements/", "docs/refresh/"))]
 SNIPPETS = [
-    pytest.param(code, id=f"{name}-{index}")
-    for name in ("curvatures", "damping", "extending", "placements", "recipes", "refresh", "trouble")
-    for index, code in enumerate(re.findall(r"```python\n(.*?)```", TEXTS[f"docs/{name}"], re.DOTALL))
+    pytest.param(code, id=f"{name.removeprefix('docs/')}-{index}")
+    for name in [*ITEMS, "docs/damping", "docs/extending", "docs/recipes", "docs/trouble"]
+    for index, code in enumerate(re.findall(r"```python\n(.*?)```", TEXTS[name], re.DOTALL))
 ]
+PLACEMENTS = rules.names()  # before a snippet registers one
 NAMES = sorted(set(re.findall(r"\bnatgrad((?:\.[A-Za-z_]+)+)\(", "\n".join(TEXTS.values()))))
 JOINED = "\n".join(TEXTS.values()).replace("\\\n", "")  # of commands over several lines
 LINES = sorted(set(re.findall(r"^(natgrad (?:train|compare|analyze) .*)", JOINED, re.MULTILINE)))
@@ -147,8 +148,9 @@ def anchors(page):
     return set(map(slug, re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.stem)
-def test_links_lead_to_files_and_titles(page):
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "README"])
+def test_links_lead_to_files_and_titles(name):
+    page = PAGES[name]
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if not link.startswith("http"):
             path, _, title = link.partition("#")
@@ -169,8 +171,20 @@ WRITTEN = {
 
 
 def test_the_pages_are_short():
-    apart = {"measurements", "papers", "scoreboard", "CHANGELOG", "CONTRIBUTING", "SECURITY"}
-    assert sum(len(text.split()) for name, text in TEXTS.items() if Path(name).name not in apart) < 25_000
+    apart = {"docs/measurements", "docs/papers", "docs/scoreboard", "CONTRIBUTING", "SECURITY"}
+    assert sum(len(text.split()) for name, text in TEXTS.items() if name not in apart) < 25_000
+
+
+def test_each_curvature_placement_and_refresh_rule_has_a_page():
+    names = {*natgrad.curvature.__all__, *PLACEMENTS, "Refresh", "Sides", "TraceRule", "DriftRule"} - {"Curvature"}
+    pages = {TEXTS[name].partition("\n")[0].removeprefix("# "): TEXTS[name] for name in ITEMS if "index" not in name}
+    assert pages.keys() == names | {"Schedules of intervals"}
+    for text in pages.values():  # a formula, when to use it, its cost, an example
+        assert all(
+            re.search(part, text) for part in (r"\n> |\| interval \|", "[Uu]se (it|them)", "ost|Memory", "```python\n")
+        )
+    intervals = {name for name in natgrad.refresh.__all__ if name.endswith("Interval")}
+    assert all(f"| `{name}(" in pages["Schedules of intervals"] for name in intervals)
 
 
 # The errors of natgrad by name.

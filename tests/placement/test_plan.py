@@ -192,7 +192,7 @@ def volumes(plan):
 
 @pytest.mark.parametrize("P", [1, 2, 4, 64])
 def test_volumes_of_resnet50(P):
-    """Those of docs/placements.md, with the sizes of ResNet-50: N_g 25.50 M, N_f 153.85 M, as triangles 76.97 M."""
+    """Those of docs/placements, with the sizes of ResNet-50: N_g 25.50 M, N_f 153.85 M, as triangles 76.97 M."""
     works = resnet50()
     N_g, N_f = sum(work.gradients for work in works.values()), sum(work.sums for work in works.values())
     bases = sum(sum(work.results.values()) for work in works.values())  # whole, with the eigenvalues
