@@ -90,13 +90,18 @@ class SampleCount:
 
 @dataclass
 class BlockSums:
-    """The sums ``[n, *packed_shape(spec)]`` of n blocks, and their samples and samples times positions ``[n]``."""
+    """The sums ``[n, *packed_shape(spec)]`` of n blocks, and their samples and samples times positions ``[n]``.
+
+    Attributes:
+        finite: Whether the sums of each block are finite on all ranks ``[n]`` (bool). None: not asked.
+    """
 
     group: BlockGroup
     blocks: slice
     sums: dict[str, Tensor]
     samples: Tensor
     rows: Tensor
+    finite: Tensor | None = None
 
 
 @dataclass
@@ -332,7 +337,7 @@ class StatisticsBuffer:
             group, member = self._members[name]
             if self._fused:
                 assignment = group.role.assignment
-                destination = None if assignment.sums == "all" else assignment.workers
+                destination = None if assignment.keeps_everywhere else assignment.workers
                 key: object = (group.dtype, group.device, assignment.sums, destination, self._chunk(name))
             else:
                 key = id(group)
@@ -389,7 +394,10 @@ class StatisticsBuffer:
             bucket.close(self.sample_counts, shares, gain)
 
     def reduce(self, runtime: Communicator, wire: torch.dtype | None) -> None:
-        """Sum the closed buckets over the ranks in place, sent in the dtype `wire` if it is narrower."""
+        """Sum the closed buckets over the ranks in place, sent in the dtype `wire` if it is narrower.
+
+        Those that are summed later are left as they are.
+        """
         for work in post_sums(self._buckets, runtime, wire, runtime.group):
             work.wait()
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from natgrad.distributed.options import Placement
 from natgrad.distributed.plan import Assignment, Plan, mebibytes
-from natgrad.distributed.rules import Destination, LayerDemand
+from natgrad.distributed.rules import Destination, LayerDemand, Summed
 from natgrad.errors import require, require_one_of
 from natgrad.schedule import check_whole
 
@@ -101,7 +101,7 @@ def _assign(
     speeds = placement.speeds or (1.0,) * ranks
     columns = ranks // placement.workers(ranks)
     workers = [tuple(range(column, ranks, columns)) for column in range(columns)]
-    assignments = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
+    assignments = {key: Assignment((), {}, _sums(placement, work, ranks, columns)) for key, work in works.items()}
     note = f"placement {placement}"
     weights = _weigh(placement, works, assignments, factor_refreshes, steps=_STEPS if columns > 1 else 0)
     plan: Plan[Key] = Plan(placement, ranks, columns, assignments, works, weights, note)
@@ -140,15 +140,21 @@ def _weigh(
     return {key: measured.get(key, work * unit) for key, work in modelled.items()}
 
 
-def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:
-    rule = placement.rule
+def _sums(placement: Placement, work: LayerDemand, ranks: int, columns: int) -> Summed:
+    rule, workers = placement.rule, ranks // columns
     sums = rule.sums(work)
     require_one_of(f"{rule.name}.sums", sums, *get_args(Destination))
     fits = sums == "all" or (workers == 1 and not rule.all_ranks_work)
     require(fits, f"{rule.name}.sums", sums, "'all', unless each layer has one worker")
     allowed = "'all' or 'worker', as the rule does not set uses_own_samples = True"
     require(sums != "alone" or rule.uses_own_samples, f"{rule.name}.sums", sums, allowed)
-    return "worker" if sums == "all" and work.rows else sums
+    if placement.deferred:
+        fits = sums == "all" and not (rule.sends_during_backward or rule.renews_in_background)
+        allowed = f"False with '{rule.name}': all ranks must keep the sums, and until decompositions are due"
+        require(fits, "deferred", True, allowed)
+    if work.rows:
+        return "worker" if sums == "all" else sums
+    return "later" if placement.deferred and ranks > 1 and work.can_wait else sums
 
 
 def _columns(

@@ -48,6 +48,12 @@ class Placement:
             gradients (``gradients="reduce"``). It has at most an eighth of them, and at least one layer's.
         staleness: The number of steps after which all ranks use the results of decompositions in the background
             ("background"). They use them sooner if inverses are due again.
+        deferred: Whether factors are summed over the ranks only when decompositions are due: with
+            ``Refresh(factors=1, inverses=10)`` in a tenth of the steps. Until then each rank keeps its part of the
+            running averages, whose sum they are, and sends three numbers for each block when factors are due. Steps are
+            the same. For "comm-opt", "mem-opt", "hybrid" and, with ``gradients="reduce"``, "auto". A state is complete
+            only after ``consolidate_state_dict()`` or with ``gather=True``; until the next refresh others hold the
+            last statistics of one rank.
         memory: The most bytes of curvature that a rank may hold between two steps, equal on all ranks. "auto" chooses
             by it; it is an error if the placement holds more. Rows of samples (SNGD, HyLo) are counted when the batch
             has determined their number: before they are gathered, a step that would exceed the limit raises a
@@ -65,6 +71,7 @@ class Placement:
     positions: Mapping[str, float] | None = None
     bucket: int = 25 * 2**20
     staleness: int = 1
+    deferred: bool = False
     memory: int | None = None
 
     def __post_init__(self) -> None:
@@ -72,6 +79,7 @@ class Placement:
         require_one_of("owners", self.owners, "balanced", "round-robin")
         for name in ("bucket", "staleness"):
             check_whole(name, getattr(self, name), 1)
+        require(isinstance(self.deferred, bool), "deferred", self.deferred, "True or False")
         fits = self.memory is None or (is_whole(self.memory) and self.memory >= 1)
         require(fits, "memory", self.memory, "a number of bytes >= 1, or None")
         if self.speeds is not None:
@@ -99,9 +107,10 @@ class Placement:
         return rule_of(self.name, self.fraction)
 
     def __str__(self) -> str:
-        """Return the name, with the fraction of a hybrid."""
+        """Return the name, with the fraction of a hybrid, and whether sums are deferred."""
         name = self.name if isinstance(self.name, str) else self.name.name
-        return name if self.fraction is None else f"{name}:{self.fraction:g}"
+        name = name if self.fraction is None else f"{name}:{self.fraction:g}"
+        return f"{name}, deferred" if self.deferred else name
 
 
 def resolve(placement: object) -> Placement:

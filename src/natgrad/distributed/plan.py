@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from natgrad.distributed.buckets import Slices
 from natgrad.distributed.options import Placement
-from natgrad.distributed.rules import Destination, LayerDemand
+from natgrad.distributed.rules import LayerDemand, Summed
 from natgrad.errors import require
 from natgrad.printed import Printed
 
@@ -24,8 +24,6 @@ Moment = Literal["factors", "inverses", "step"]
 # Tables with more ranks are summarised, and for a rank with more tasks only the first ones are listed.
 _RANKS = 16
 _NAMED = 4
-# The kind of messages at each moment.
-_KINDS: dict[Moment, str] = {"factors": "factors", "inverses": "inverses", "step": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,18 @@ class Assignment:
         workers: The ranks that hold the layer's decompositions and precondition its gradient, ascending.
         owners: For each task the worker that runs it.
         sums: Where the statistics are summed: on "all" ranks, or on the only "worker". "alone": the worker uses the
-            samples of its rank. Rows of samples are sent to each "worker", or, with "alone", not sent.
+            samples of its rank. "later": on all ranks, when decompositions are due. Rows of samples are sent to each
+            "worker", or, with "alone", not sent.
     """
 
     workers: tuple[int, ...]
     owners: Mapping[str, int]
-    sums: Destination = "all"
+    sums: Summed = "all"
+
+    @property
+    def keeps_everywhere(self) -> bool:
+        """Whether all ranks keep the running averages, or parts of them."""
+        return self.sums in ("all", "later")
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,13 @@ class Collective:
     """A collective of `ranks` on a flat bucket.
 
     `sizes` is the number of elements of an all-reduce, or a tuple of the numbers that the ranks own. In the latter case
-    owners receive sums (`reduces`) or send their elements to all ranks.
+    owners receive sums (`reduces`) or send their elements to all ranks. `kind` is that of the messages.
     """
 
     ranks: Sequence[int]
     sizes: int | tuple[int, ...]
     reduces: bool = False
+    kind: str = "factors"
 
     @cached_property
     def _slices(self) -> Slices:
@@ -126,7 +131,7 @@ class Plan(Printed, Generic[Key]):
 
     def keeps_averages(self, key: Key, rank: int) -> bool:
         """Return whether `rank` receives the sums of a layer and keeps their running averages."""
-        return self.assignments[key].sums == "all" or self.is_gradient_worker(key, rank)
+        return self.assignments[key].keeps_everywhere or self.is_gradient_worker(key, rank)
 
     def accumulates(self, key: Key, rank: int) -> bool:
         """Return whether the sums of a layer include the samples of `rank`."""
@@ -134,10 +139,14 @@ class Plan(Printed, Generic[Key]):
 
     def traffic(self) -> dict[Moment, dict[str, int]]:
         """Return the number of elements that all ranks send in the collectives of `exchanges`, by moment and kind."""
-        return {
-            moment: {_KINDS[moment]: round(sum(sum(map(exchange.sent, exchange.ranks)) for exchange in exchanges))}
-            for moment, exchanges in self.exchanges().items()
-        }
+        usual: dict[Moment, str] = {"factors": "factors", "inverses": "inverses", "step": "gradients"}
+        found: dict[Moment, dict[str, int]] = {}
+        for moment, exchanges in self.exchanges().items():
+            sent = dict.fromkeys((usual[moment], *(exchange.kind for exchange in exchanges)), 0.0)
+            for exchange in exchanges:
+                sent[exchange.kind] += sum(map(exchange.sent, exchange.ranks))
+            found[moment] = {kind: round(elements) for kind, elements in sent.items()}
+        return found
 
     def exchanges(self) -> dict[Moment, list[Collective]]:
         """Return the collectives on flat buckets: sums, results and preconditioned gradients, with their counters.
@@ -146,19 +155,30 @@ class Plan(Printed, Generic[Key]):
         Symmetric matrices are sent as triangles. Not included are rows of samples with their kernels, gradients of a
         model that FSDP2 shards, gradients that are averaged, and a few counters at the start of training.
         """
-        return {"factors": self._sum_exchanges(), "inverses": self._result_exchanges(), "step": self._step_exchanges()}
+        inverses = [*self._deferred_exchanges(), *self._result_exchanges()]
+        return {"factors": self._sum_exchanges(), "inverses": inverses, "step": self._step_exchanges()}
 
     def _sum_exchanges(self) -> list[Collective]:
-        """Return the messages of sums, with the samples and rows of each layer."""
+        """Return the messages of sums, with the samples and rows of each layer; for deferred ones with these alone.
+
+        With the samples and rows of each block goes whether its sums are finite.
+        """
         everywhere, owned, ranks = 0, [0] * self.ranks, range(self.ranks)
         for key, layer in self.layers.items() if self.ranks > 1 else ():
             where = self.assignments[key].sums if layer.sums else "alone"
             if where == "all":
                 everywhere += layer.sums + 2
+            elif where == "later":
+                everywhere += 3 * layer.blocks
             elif where == "worker":
                 owned[self.column_of(key)] += layer.sums + 2
         found = [Collective(ranks, everywhere)] if everywhere else []
         return [*found, Collective(ranks, tuple(owned), reduces=True)] if any(owned) else found
+
+    def _deferred_exchanges(self) -> list[Collective]:
+        """Return the messages of running averages whose parts are summed when decompositions are due."""
+        waiting = sum(layer.sums for key, layer in self.layers.items() if self.assignments[key].sums == "later")
+        return [Collective(range(self.ranks), waiting)] if waiting else []
 
     def _result_exchanges(self) -> list[Collective]:
         """Return the messages of results, with the success of each block, within each column."""
@@ -168,7 +188,7 @@ class Plan(Printed, Generic[Key]):
                 owned[owner] += layer.results.get(part, 0) + layer.blocks
         if q == self.ranks or not any(owned):
             return []
-        return [Collective(self.column(column), tuple(owned[column::q])) for column in range(q)]
+        return [Collective(self.column(column), tuple(owned[column::q]), kind="inverses") for column in range(q)]
 
     def _step_exchanges(self) -> list[Collective]:
         """Return the messages of preconditioned gradients, within each row.
@@ -181,7 +201,7 @@ class Plan(Printed, Generic[Key]):
         for key, layer in self.layers.items():
             owned[self.column_of(key)] += layer.gradients + layer.blocks + 2
         rows = range(0, self.ranks, self.columns)
-        return [Collective(self.row(start), tuple(owned)) for start in rows]
+        return [Collective(self.row(start), tuple(owned), kind="gradients") for start in rows]
 
     def held(self, rank: int) -> int:
         """Return the bytes of running averages and decompositions on `rank`, and of the rows of the last refresh."""
@@ -201,7 +221,7 @@ class Plan(Printed, Generic[Key]):
             held[column] += layer.held
             if layer.rows is not None and key in self.rows:
                 held[column] += layer.rows(self.rows[key])
-            if assignment.sums == "all":
+            if assignment.keeps_everywhere:
                 everywhere += layer.averages
             else:
                 held[column] += layer.averages

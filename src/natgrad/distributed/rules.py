@@ -14,6 +14,8 @@ from natgrad.schedule import is_number
 # Where the statistics of a layer are summed over the ranks: on "all" ranks, or on its only "worker". "alone": there is
 # no sum, and the only worker uses the samples of its rank.
 Destination: TypeAlias = Literal["all", "worker", "alone"]
+# "later": on all ranks, when decompositions are due (`natgrad.Placement.deferred`).
+Summed: TypeAlias = Literal["all", "worker", "alone", "later"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class LayerDemand:
         blocks: The number of its blocks, whose decompositions may fail separately.
         averages: The bytes of its running averages.
         held: The bytes of the results of its tasks on a worker, without `rows`.
+        can_wait: Whether its running averages are read only when decompositions are due.
         alone: Whether the samples of one rank are sufficient for its statistics. They are not for embedding tables, of
             which a rank looks up few rows.
     """
@@ -46,6 +49,7 @@ class LayerDemand:
     blocks: int = 1
     averages: int = 0
     held: int = 0
+    can_wait: bool = True
     alone: bool = True
 
     @property

@@ -53,6 +53,7 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.membership import Membership
 from natgrad.preconditioner.refresh import (
     BackgroundRefresh,
+    DeferredSums,
     RefreshScheduler,
     RowRefresh,
     observed,
@@ -241,6 +242,7 @@ class Preconditioner:
         clip = Clip(optimizer, arguments.get("kl_clip", USUAL_BOUND))
         self._scaling, self._damping, self._clip = scaling, by_kind, clip
         self._scheduler, self._background = RefreshScheduler(refresh), BackgroundRefresh()
+        self._deferred = DeferredSums()
         self._failures, self._inspection = FailureCounters(Guard() if guard is None else guard), Inspection()
         first = math.nan if callable(by_kind.damping) else by_kind.damping
         self._progress, self._epochs, self._compared = StepCounters(damping=first), EpochState(), False
@@ -513,7 +515,10 @@ class Preconditioner:
             if "gradients" in sides:
                 self._inspection.look(structure.groups, sums, runtime)
         with progress.phase("renew", runtime):
-            updated = update_averages(sums, self._failures)
+            defers = structure.plan.placement.deferred
+            if defers:
+                self._deferred.split(structure.groups, runtime.ranks)
+            updated = update_averages(sums, self._failures, runtime if defers else None)
             is_update = bool(updated) or structure.shares_work
             if progress.last_factors is None:
                 # The host waits for the result only before the first update: a checkpoint loader may step before any
@@ -526,6 +531,7 @@ class Preconditioner:
         """Decompose what is due on its owners, and exchange the results. Under "background" only start."""
         progress, structure, scheduler = self._progress, self._structure, self._scheduler
         with progress.phase("renew", self._communicator):
+            self._join_averages()
             rows_updated = self._refresh_rows(shares, damping)  # first, so that `observed` includes these layers
             usable = self._inspection.usable(
                 structure.groups, observed(structure.groups), self._failures, captured=self._captured_everything()
@@ -560,6 +566,7 @@ class Preconditioner:
         if not (is_spread or (retried and self._capture.wanted)):
             return
         with progress.phase("renew", self._communicator):
+            self._join_averages()
             seen, captured = observed(structure.groups), self._captured_everything()
             usable = self._inspection.usable(structure.groups, seen, self._failures, captured=captured)
             keys = usable & retried
@@ -568,6 +575,11 @@ class Preconditioner:
                 keys |= self._layers_at(usable, progress.last_inverses)
             work = structure.groups, structure.plan, self._communicator, keys, damping
             run_tasks(*work, self._failures, structure.precision.wire)
+
+    def _join_averages(self) -> None:
+        """Sum the parts of the running averages that deferred sums have left on the ranks; collective."""
+        structure = self._structure
+        self._deferred.join(structure.groups, self._communicator, structure.precision.wire)
 
     def _precondition(self, damping: float, scale: float | Tensor) -> None:
         """Replace ``.grad`` by the preconditioned gradients; `scale` as of `_reduce_gradients`."""
@@ -704,7 +716,7 @@ class Preconditioner:
         """Return an empty buffer for the statistics of all layers, with the buckets of the placement."""
         structure, runtime, reduction = self._structure, self._communicator, self._reduction
         placement, several = structure.plan.placement, runtime.ranks > 1
-        if reduction is not None and several and not placement.rule.renews_in_background:
+        if reduction is not None and several and not (placement.rule.renews_in_background or placement.deferred):
             layers = [layer for layer, _ in structure.coverage.layers]
             chunk_of = {layer.name: reduction.last_chunk(slot.parameter for slot in layer.slots) for layer in layers}
             return OverlappedStatistics(
@@ -996,7 +1008,8 @@ class Preconditioner:
         its results are used at the same step as in this training.
 
         Args:
-            gather: Collect the blocks of all ranks (collective). Under "comm-opt" every rank already holds all blocks.
+            gather: Collect the blocks of all ranks (collective). Under "comm-opt" every rank already holds all blocks,
+                unless sums are deferred.
 
         Returns:
             Nested dicts of numbers and tensors. Tensors whose size depends on the batch (rows) are in tuples.
@@ -1004,8 +1017,10 @@ class Preconditioner:
         if self._consolidated is not None and not gather:
             return self._consolidated
         self._background.fold(self._failures)
-        ahead = self._structure.ahead()
-        blocks, counted = states.snapshot(ahead.groups, ahead.decisions), self._failures.state_dict()
+        if gather:
+            self._join_averages()
+        ahead, parts = self._structure.ahead(), self._communicator.ranks if self._deferred.are_parts else 1
+        blocks, counted = states.snapshot(ahead.groups, ahead.decisions, parts), self._failures.state_dict()
         if gather and self._structure.shares_work:
             blocks, counted = states.union(blocks, counted, self._communicator)
         return {
@@ -1024,12 +1039,13 @@ class Preconditioner:
         For trainers that save the state of one rank. The collected state stays in memory until then. Nothing is done
         where every rank holds all blocks.
         """
+        self._join_averages()
         self._consolidated = self.state_dict(gather=True) if self.plan.columns > 1 else None
 
     @property
     def is_consolidated(self) -> bool:
-        """Whether `consolidate_state_dict` has been called since the last step."""
-        return self._consolidated is not None
+        """Whether `state_dict` returns the state of all ranks, by itself or since `consolidate_state_dict`."""
+        return self._consolidated is not None or not (self.plan.columns > 1 or self._deferred.are_parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned, possibly on another number of ranks. Call it on every rank.
@@ -1053,6 +1069,7 @@ class Preconditioner:
         self._scheduler.check_state(state)
         self._epochs = EpochState.loaded(state["epochs"])
         self._background.drop()
+        self._deferred.are_parts = False
         progress.load_state_dict(state)
         if begun is not None and self._refreshes_in_background:
             states.restore(begun["blocks"], groups, decisions)
@@ -1061,6 +1078,8 @@ class Preconditioner:
             self._background.begin(*work, progress)
             progress.step = state["step"]
         states.restore(state["blocks"], groups, decisions)
+        if self._structure.plan.placement.deferred:
+            self._deferred.split(groups, self._communicator.ranks)  # each rank may have been given its own state
         if begun is not None and not self._background.keys:
             self._scheduler.end_refresh(decisions, begun["keys"], dropped=True)
         self._failures.load_state_dict(state["watch"])

@@ -117,7 +117,8 @@ class Structure:
             for own in (statistics_of(curvature, layer) for layer, curvature in self.coverage.layers)
         )
         if placement.name == "auto" and (needs_comm_opt or self._reduces):
-            placement = replace(placement, name="comm-opt" if needs_comm_opt else "reduce-scatter")
+            one_worker = "mem-opt" if placement.deferred else "reduce-scatter"
+            placement = replace(placement, name="comm-opt" if needs_comm_opt else one_worker)
         plan = make_plan(
             placement,
             works,
@@ -219,6 +220,7 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
         blocks=n,
         averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),
         held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in kept),
+        can_wait=bool(statistics) and not any(spec.used_by_precondition for spec in statistics),
         alone=layer.form != "one-hot",
     )
 

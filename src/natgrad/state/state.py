@@ -84,16 +84,24 @@ def blocks(groups: list[BlockGroup], decisions: Decisions) -> Blocks:
     return result
 
 
-def snapshot(groups: list[BlockGroup], decisions: Decisions) -> dict[str, dict[str, Any]]:
-    """Return copies of `blocks` on the host.
+def snapshot(groups: list[BlockGroup], decisions: Decisions, parts: int = 1) -> dict[str, dict[str, Any]]:
+    """Return copies of `blocks` on the host; deferred running averages as if all `parts` were equal to this rank's.
 
     Tensors whose size depends on the batch are put into tuples. ``torch.distributed.checkpoint`` loads tensors into
     those of a new model's state, which must have the right size, but loads the contents of tuples as they were saved.
     """
+    in_parts = {
+        member.layer.key: set(group.state.averages)
+        for group in groups
+        for member in group.members
+        if parts > 1 and group.role.assignment.sums == "later"
+    }
     unsized = {member.layer.key: sized_by_batch(group) for group in groups for member in group.members}
     copies: dict[str, dict[str, Any]] = {}
     for key, tensors in blocks(groups, decisions).items():
         copied = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+        for name in in_parts.get(key, ()):
+            copied[name] *= parts
         copies[key] = {name: (tensor,) if name in unsized[key] else tensor for name, tensor in copied.items()}
     return copies
 

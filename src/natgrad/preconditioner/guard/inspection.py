@@ -74,7 +74,7 @@ class Inspection:
             return
         # Sums that are on other ranks are checked there.
         strays = [
-            _strays(member.layer, sums.of(member.layer.name)["D"][0])
+            _strays(member.layer, _lookups(group, member, sums, runtime))
             if group.role.keeps_averages
             else torch.zeros((), device=group.device)
             for group, member in _tables(groups)
@@ -143,6 +143,15 @@ def _tables(groups: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlo
     """Yield the untied tables with K-FAC, whose statistic D counts the lookups of each row."""
     tables = (group for group in groups if isinstance(group.curvature, TableKFAC))
     return ((group, member) for group in tables for member in group.members if member.layer.form == "one-hot")
+
+
+def _lookups(group: BlockGroup, member: LayerBlocks, sums: StatisticsBuffer, runtime: Communicator) -> Tensor:
+    """Return how often all ranks have looked up each row ``[V]``; collective for deferred sums."""
+    lookups = sums.of(member.layer.name)["D"][0]
+    if group.role.assignment.sums == "later":
+        lookups = lookups.clone()
+        runtime.sum_(lookups, "counters")
+    return lookups
 
 
 def _strays(table: Layer, lookups: Tensor) -> Tensor:

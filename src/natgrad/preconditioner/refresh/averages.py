@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from natgrad.capture.sums import BlockSums, StatisticsBuffer
+from natgrad.distributed import Communicator
 from natgrad.linalg.device import known_all
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.profiling import profiled
@@ -13,16 +16,20 @@ from natgrad.state.averages import allocate_averages, restarted_since, weight_of
 from natgrad.state.tensors import along, diagonals
 
 
-def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -> list[Tensor]:
+def update_averages(
+    sums: StatisticsBuffer, failure_counters: FailureCounters, runtime: Communicator | None = None
+) -> list[Tensor]:
     """Update the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
     Blocks without samples and with non-finite sums stay unchanged. So do all blocks in a skipped step.
+
+    With the `runtime` of the ranks (collective) deferred sums are this rank's, and so are the parts that they update.
 
     Returns:
         Which blocks were updated, for each group of blocks that arrived (device bools).
     """
     updated = []
-    for piece in sums.arrived():
+    for piece in sums.arrived() if runtime is None else _with_all_counters(sums.arrived(), runtime):
         with profiled("average"):
             group, blocks = piece.group, piece.blocks
             seen, finite = piece.samples > 0, _finite(piece)
@@ -36,8 +43,25 @@ def update_averages(sums: StatisticsBuffer, failure_counters: FailureCounters) -
     return updated
 
 
+def _with_all_counters(pieces: Iterable[BlockSums], runtime: Communicator) -> list[BlockSums]:
+    """Return all sums, deferred ones with the counters of all ranks, and whether they are finite on all; collective."""
+    found = list(pieces)
+    own = [piece for piece in found if piece.group.role.assignment.sums == "later"]
+    if own:
+        numbers = [torch.stack([piece.samples, piece.rows, (~_finite(piece)).to(piece.rows.dtype)]) for piece in own]
+        message = torch.cat([each.to(numbers[0].device).flatten() for each in numbers])
+        runtime.sum_(message, "factors")
+        parts = message.split([each.numel() for each in numbers])
+        for piece, each, summed in zip(own, numbers, parts, strict=True):
+            piece.samples, piece.rows, failed = summed.view_as(each).to(each).unbind()
+            piece.finite = failed == 0
+    return found
+
+
 def _finite(piece: BlockSums) -> Tensor:
     """Return whether all sums of each block are finite ``[n]``."""
+    if piece.finite is not None:
+        return piece.finite
     # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so it is enough to check the diagonal.
     specs = [spec for spec in piece.group.statistics if spec.name in piece.sums]
     traces = torch.stack([diagonals(piece.sums[spec.name], spec).sum(1) for spec in specs])
