@@ -183,6 +183,8 @@ def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
             found[f"K-FAC {name}, {placement}"] = partial(kfac, factors=factors, placement=placement)
         if reduce is not None:
             found[f"K-FAC {name}, reduce"] = partial(kfac, factors=factors, **reduce)
+            later = natgrad.Placement(deferred=True)
+            found[f"K-FAC {name}, reduce, deferred"] = partial(kfac, factors=factors, placement=later, **reduce)
             narrow = natgrad.Precision(wire=torch.bfloat16)
             found[f"K-FAC {name}, reduce, bfloat16"] = partial(kfac, factors=factors, precision=narrow, **reduce)
         if KFAC_PYTORCH and wrapper == "ddp":

@@ -32,6 +32,7 @@ def make_plan(
     *,
     factor_refreshes: float = 10.0,
     share: int | None = None,
+    choices: Sequence[Placement] = (),
 ) -> Plan[Key]:
     """Assign the layers to ranks.
 
@@ -48,6 +49,7 @@ def make_plan(
         previous: The assignments of layers that keep their workers.
         factor_refreshes: The number of factor refreshes for each inverse refresh, for the balance of "dp".
         share: The bytes that the curvature of a rank may take under "auto" without `Placement.memory`. None: no limit.
+        choices: What "auto" chooses from: the first that holds no more, or the last. Empty: KAISA's.
 
     Returns:
         The plan, equal on all ranks: ties go to the lower rank, and layers of about equal cost are taken by their
@@ -64,13 +66,13 @@ def make_plan(
         unknown = set(getattr(placement, name) or ()) - set(map(str, works))
         require(bool(previous) or not unknown, name, sorted(unknown)[:5], "numbers by the keys of the model's layers")
     limit = share if placement.memory is None else placement.memory
-    first, *others = _candidates(placement, ranks)
-    plan = comm_opt = _assign(first, works, ranks, previous or {}, factor_refreshes)
+    first, *others = choices or _candidates(placement, ranks)
+    plan = best = _assign(first, works, ranks, previous or {}, factor_refreshes)
     for candidate in others:
         if limit is None or plan.most_held <= limit:
             break
         plan = _assign(candidate, works, ranks, previous or {}, factor_refreshes)
-        reason = f"because 'comm-opt' would hold {mebibytes(comm_opt.most_held)} of at most {mebibytes(limit)}"
+        reason = f"because '{first}' would hold {mebibytes(best.most_held)} of at most {mebibytes(limit)}"
         plan = replace(plan, note=f"{plan.note}, {reason}")
     if not previous:  # a layer added during training raises no error
         plan.check_memory()

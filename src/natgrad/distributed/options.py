@@ -30,8 +30,9 @@ class Placement:
     - "auto" (KAISA's rule): "comm-opt" if its curvature fits in `memory`, else the largest "hybrid" that does, else
       "mem-opt". Without `memory`, the curvature of a rank may take a quarter of the memory of its device, or on the
       host a quarter of the machine's memory divided by the number of ranks. Curvatures that need "comm-opt" (EKFAC),
-      or whose size depends on the batch (SNGD, HyLo), use "comm-opt". Others use "reduce-scatter" where natgrad
-      averages the gradients (``gradients="reduce"``), because no message is then longer for having one worker. The
+      or whose size depends on the batch (SNGD, HyLo), use "comm-opt". Where natgrad averages the gradients
+      (``gradients="reduce"``), no message is longer for having one worker. Others use "mem-opt" there, `deferred`, if
+      its curvature fits and factors are due more than twice as often as decompositions, else "reduce-scatter". The
       choice is made once, at construction.
 
     Attributes:
@@ -51,9 +52,9 @@ class Placement:
         deferred: Whether factors are summed over the ranks only when decompositions are due: with
             ``Refresh(factors=1, inverses=10)`` in a tenth of the steps. Until then each rank keeps its part of the
             running averages, whose sum they are, and sends three numbers for each block when factors are due. Steps are
-            the same. For "comm-opt", "mem-opt", "hybrid" and, with ``gradients="reduce"``, "auto". A state is complete
-            only after ``consolidate_state_dict()`` or with ``gather=True``; until the next refresh others hold the
-            last statistics of one rank.
+            the same. For "comm-opt", "mem-opt" and "hybrid". A state is complete only after
+            ``consolidate_state_dict()`` or with ``gather=True``; others hold the statistics of one rank since the last
+            decompositions. None: only if "auto" chooses so.
         memory: The most bytes of curvature that a rank may hold between two steps, equal on all ranks. "auto" chooses
             by it; it is an error if the placement holds more. Rows of samples (SNGD, HyLo) are counted when the batch
             has determined their number: before they are gathered, a step that would exceed the limit raises a
@@ -71,7 +72,7 @@ class Placement:
     positions: Mapping[str, float] | None = None
     bucket: int = 25 * 2**20
     staleness: int = 1
-    deferred: bool = False
+    deferred: bool | None = None
     memory: int | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class Placement:
         require_one_of("owners", self.owners, "balanced", "round-robin")
         for name in ("bucket", "staleness"):
             check_whole(name, getattr(self, name), 1)
-        require(isinstance(self.deferred, bool), "deferred", self.deferred, "True or False")
+        require(self.deferred in (None, False, True), "deferred", self.deferred, "True, False or None")
         fits = self.memory is None or (is_whole(self.memory) and self.memory >= 1)
         require(fits, "memory", self.memory, "a number of bytes >= 1, or None")
         if self.speeds is not None:

@@ -515,7 +515,7 @@ class Preconditioner:
             if "gradients" in sides:
                 self._inspection.look(structure.groups, sums, runtime)
         with progress.phase("renew", runtime):
-            defers = structure.plan.placement.deferred
+            defers = bool(structure.plan.placement.deferred)
             if defers:
                 self._deferred.split(structure.groups, runtime.ranks)
             updated = update_averages(sums, self._failures, runtime if defers else None)

@@ -107,18 +107,24 @@ class Structure:
     def _planned(self) -> Plan[str]:
         works = {layer.key: demand_of(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
         # Layers that remain keep their workers, because other ranks may not have their curvature, and "auto" chooses
-        # once. It chooses comm-opt for curvatures that read computed tensors or gather rows, otherwise reduce-scatter
-        # where natgrad averages the gradients.
+        # once. It chooses comm-opt for curvatures that read computed tensors or gather rows, otherwise one worker a
+        # layer where natgrad averages the gradients.
         placement, factor_refreshes = self._placement, 10.0
-        if placement.positions is not None and self._refresh is not None:
+        if self._refresh is not None and (self._reduces or placement.positions is not None):
             factor_refreshes = self._refresh.inverse_interval(0) / self._refresh.factor_interval(0)
         needs_comm_opt = any(
             computed_for(own) or gathered(own)
             for own in (statistics_of(curvature, layer) for layer, curvature in self.coverage.layers)
         )
-        if placement.name == "auto" and (needs_comm_opt or self._reduces):
-            one_worker = "mem-opt" if placement.deferred else "reduce-scatter"
-            placement = replace(placement, name="comm-opt" if needs_comm_opt else one_worker)
+        choices = []
+        if placement.name == "auto" and needs_comm_opt:
+            placement = replace(placement, name="comm-opt")
+        elif placement.name == "auto" and self._reduces:
+            # Averages are sent to all ranks, sums to the worker alone: in half the bytes.
+            if placement.deferred or (placement.deferred is None and factor_refreshes > 2):
+                choices.append(replace(placement, name="mem-opt", deferred=True))
+            if not placement.deferred:
+                choices.append(replace(placement, name="reduce-scatter"))
         plan = make_plan(
             placement,
             works,
@@ -126,6 +132,7 @@ class Structure:
             self._assignments,
             factor_refreshes=factor_refreshes,
             share=_memory_share(self.coverage.layers, self._ranks),
+            choices=choices,
         )
         self._placement = plan.placement
         return plan
