@@ -35,12 +35,18 @@ def test_all_ranks_choose_alike_without_a_message(ranks):
     assert all(other == first for other in others)
 
 
-def reduce():
-    return str(natgrad.Preconditioner(wide(), gradients="reduce").plan.placement)
+def reduce(factors, memory=None):
+    placement, refresh = natgrad.Placement(memory=memory), natgrad.Refresh(factors=factors, inverses=10)
+    return natgrad.Preconditioner(wide(), gradients="reduce", placement=placement, refresh=refresh).plan
 
 
 def test_where_natgrad_averages_gradients_each_layer_has_one_worker(ranks):
-    assert ranks.run(2, reduce) == ["reduce-scatter"] * 2
+    plans = ranks.run(2, reduce, 1)
+    assert [str(plan.placement) for plan in plans] == ["mem-opt, deferred"] * 2
+    assert [str(plan.placement) for plan in ranks.run(2, reduce, 5)] == ["reduce-scatter"] * 2  # no bytes to save
+    less = ranks.run(2, reduce, 1, plans[0].most_held - 1)
+    assert [str(plan.placement) for plan in less] == ["reduce-scatter"] * 2
+    assert "because 'mem-opt, deferred' would hold" in less[0].note
 
 
 def test_too_little_memory_names_the_least_that_would_do(ranks):
