@@ -32,7 +32,10 @@ def curvature(run, steps, synchronized=False):
     }
 
 
-@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+DEFERRED = natgrad.Placement(name="comm-opt", deferred=True)
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", DEFERRED], ids=str)
 def test_factors_are_averaged_over_nodes(ranks, placement):
     """After four steps each node's own; once ranks are made equal, as at an epoch's end, the mean over the nodes."""
     given = {"refresh": natgrad.Refresh(factors=1, inverses=2), "placement": placement}
@@ -47,9 +50,10 @@ def test_factors_are_averaged_over_nodes(ranks, placement):
             assert torch.equal(value, ours[0][name])
 
 
-def test_factors_that_arrive_later(ranks):
+@pytest.mark.parametrize("placement", ["auto", DEFERRED], ids=str)
+def test_factors_that_arrive_later(ranks, placement):
     """Sent after step 2 and merged after step 3, by the paper's rule, of bias corrections too."""
-    given = {"refresh": natgrad.Refresh(factors=1, inverses=2)}
+    given = {"refresh": natgrad.Refresh(factors=1, inverses=2), "placement": placement}
     run = Run(steps=9, epochs=1, options={"batches_between": 2}, curvature=given)
     alone = Run(steps=10, epochs=1, options={"batches_between": 8}, curvature=given)
     sent, now = (ranks.run(4, curvature, alone, steps) for steps in (2, 3))

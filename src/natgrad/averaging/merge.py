@@ -262,6 +262,7 @@ class Factors(AveragedTensors):
                 yield group, bias_corrections(group), names
 
     def _read(self) -> list[Tensor]:
+        self._preconditioner._join_averages()  # nodes average whole factors
         tensors = []
         for group, weights, names in self._groups():
             tensors += [weight.clone() for weight in weights]
