@@ -181,10 +181,14 @@ def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
         name = f"({factors}, {10 * factors})"
         for placement in chosen:
             found[f"K-FAC {name}, {placement}"] = partial(kfac, factors=factors, placement=placement)
+            if placement in ("comm-opt", "mem-opt"):
+                later = natgrad.Placement(name=placement, deferred=True)
+                found[f"K-FAC {name}, {placement}, deferred"] = partial(kfac, factors=factors, placement=later)
         if reduce is not None:
-            found[f"K-FAC {name}, reduce"] = partial(kfac, factors=factors, **reduce)
-            later = natgrad.Placement(deferred=True)
-            found[f"K-FAC {name}, reduce, deferred"] = partial(kfac, factors=factors, placement=later, **reduce)
+            later = natgrad.Placement(deferred=True)  # as "auto" chooses for intervals that are numbers
+            found[f"K-FAC {name}, reduce"] = partial(kfac, factors=factors, placement=later, **reduce)
+            plain = natgrad.Placement(name="reduce-scatter")
+            found[f"K-FAC {name}, reduce-scatter, reduce"] = partial(kfac, factors=factors, placement=plain, **reduce)
             narrow = natgrad.Precision(wire=torch.bfloat16)
             found[f"K-FAC {name}, reduce, bfloat16"] = partial(kfac, factors=factors, precision=narrow, **reduce)
         if KFAC_PYTORCH and wrapper == "ddp":

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.dense import reference as dense
+from tests.distributed import sharded_jobs
 from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, share, train
 from tests.distributed.test_checkpoint import same
 
@@ -47,6 +48,14 @@ def test_steps_are_those_of_one_process(ranks, case):
     results = ranks.run(count, train, job, STEPS)
     assert_bit_identical(results)
     assert_close(results[0], alone(job))
+
+
+@pytest.mark.parametrize("network", [sharded_jobs.Network, sharded_jobs.Zoo])
+def test_shards(ranks, network):
+    placement = natgrad.Placement(name="mem-opt", deferred=True)
+    expected = sharded_jobs.train(sharded_jobs.Case(network=network))
+    case = sharded_jobs.Case(network=network, options={"placement": placement})
+    assert all(sharded_jobs.error(found, expected) <= 1e-10 for found in ranks.run(4, sharded_jobs.train, case))
 
 
 RULES = {
