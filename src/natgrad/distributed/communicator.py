@@ -415,9 +415,38 @@ class Communicator:
         sent = torch.cat(list(outgoing))
         arrived = sent.new_empty(sum(sizes))
         lengths = [len(vector) for vector in outgoing]
+        if on_host(sent):
+            return self._exchange(sent.split(lengths), arrived.split(list(sizes)), kind, group)
         with self.collective(kind):
             work = dist.all_to_all_single(arrived, sent, list(sizes), lengths, group=group, async_op=True)
         return Work(self, kind, sent, work, lambda: list(arrived.split(list(sizes))))
+
+    def _exchange(
+        self, outgoing: Sequence[Tensor], arrived: Sequence[Tensor], kind: str, group: dist.ProcessGroup | None
+    ) -> Work:
+        """Start to send a vector to each rank of a group, and to receive those of the others in `arrived`, in pieces.
+
+        Gloo sends and receives a long message in turn, short ones at once.
+        """
+        own, ranks = dist.get_rank(group), len(outgoing)
+        length = _PIECE // outgoing[0].element_size()
+        works: list[dist.Work | None] = []
+        with self.collective(kind):
+            for step in range(1, ranks):  # each rank begins with another one
+                target, source = (own + step) % ranks, (own - step) % ranks
+                works += [dist.irecv(piece, group=group, group_src=source) for piece in _split(arrived[source], length)]
+                works += [
+                    dist.isend(piece, group=group, group_dst=target) for piece in _split(outgoing[target], length)
+                ]
+        arrived[own].copy_(outgoing[own])
+        pieces = [Work(self, kind, outgoing[own], work) for work in works]
+
+        def finish() -> list[Tensor]:
+            for piece in pieces:
+                piece.wait()
+            return list(arrived)
+
+        return Work(self, kind, outgoing[own], finish=finish)
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor]], kind: str) -> None:
         """Broadcast messages, each with its owner's rank, in place. An owner sends (P - 1) times its elements."""
@@ -441,6 +470,11 @@ def _layout(dtype: torch.dtype, wire: torch.dtype | None, length: int) -> WireFo
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Gather the messages of all ranks into `arrived`; the name of the function depends on torch's version."""
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group, async_op=True)
+
+
+def _split(vector: Tensor, length: int) -> Sequence[Tensor]:
+    """Return the pieces of a vector; none of an empty one."""
+    return vector.split(length) if len(vector) else ()
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from natgrad.distributed.fsdp import held_rows, post_rows
 from natgrad.errors import NatgradError
 from natgrad.layers import Slot
 from natgrad.linalg.device import known_between, known_finite, on_host
-from natgrad.preconditioner.gradients.stacked import GroupGradients
+from natgrad.preconditioner.gradients.stacked import GroupGradients, has_shards
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.profiling import profiled
 from natgrad.state.averages import allocate_memory, live_averages
@@ -160,19 +161,35 @@ def _collect(groups: Sequence[BlockGroup], *, shared: bool) -> list[GroupGradien
 
 
 def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]]:
-    """Yield groups whose sharded gradients are collected together; the same on all ranks."""
-    bucket: list[GroupGradients] = []
-    size = 0
-    sizes = [one.group.size * one.group.outputs * one.group.inputs * one.dtype.itemsize for one in entries]
-    limit = min(_BUCKET, sum(sizes) // LEAST_MESSAGES)
-    for entry, added in zip(entries, sizes, strict=True):
-        if bucket and size + added > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(entry)
-        size += added
-    if bucket:
-        yield bucket
+    """Yield groups whose sharded gradients are collected together; the same on all ranks.
+
+    Each has groups of all workers, which then receive at once.
+    """
+    if not any(has_shards(entry.group) for entry in entries):
+        yield list(entries)
+        return
+    by_workers: dict[tuple[int, ...], list[GroupGradients]] = {}
+    for entry in entries:
+        by_workers.setdefault(entry.group.role.assignment.workers, []).append(entry)
+    limit = min(_BUCKET, sum(map(_bytes, entries)) // LEAST_MESSAGES) // max(1, len(by_workers))
+    for parts in zip_longest(*(_pieces(own, limit) for own in by_workers.values()), fillvalue=()):
+        yield [entry for part in parts for entry in part]
+
+
+def _pieces(entries: Iterable[GroupGradients], limit: int) -> Iterator[list[GroupGradients]]:
+    """Yield successive groups of at most `limit` bytes together, or one."""
+    piece: list[GroupGradients] = []
+    for entry in entries:
+        if piece and sum(map(_bytes, piece)) + _bytes(entry) > limit:
+            yield piece
+            piece = []
+        piece.append(entry)
+    if piece:
+        yield piece
+
+
+def _bytes(entry: GroupGradients) -> int:
+    return entry.group.size * entry.group.outputs * entry.group.inputs * entry.dtype.itemsize
 
 
 def _received(
