@@ -190,7 +190,9 @@ def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
             plain = natgrad.Placement(name="reduce-scatter")
             found[f"K-FAC {name}, reduce-scatter, reduce"] = partial(kfac, factors=factors, placement=plain, **reduce)
             narrow = natgrad.Precision(wire=torch.bfloat16)
-            found[f"K-FAC {name}, reduce, bfloat16"] = partial(kfac, factors=factors, precision=narrow, **reduce)
+            found[f"K-FAC {name}, reduce, bfloat16"] = partial(
+                kfac, factors=factors, placement=later, precision=narrow, **reduce
+            )
         if KFAC_PYTORCH and wrapper == "ddp":
             for fraction, placement in ((1.0, "comm-opt"), (0.0, "mem-opt")):
                 found[f"kfac-pytorch {name}, {placement}"] = partial(kfac_pytorch, factors=factors, fraction=fraction)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from tests.dense import reference as dense
 from tests.distributed import sharded_jobs
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, share, train
+from tests.distributed.jobs import (
+    Job,
+    Training,
+    assert_bit_identical,
+    assert_close,
+    load_and_train,
+    place,
+    share,
+    train,
+)
 from tests.distributed.test_checkpoint import same
 
 STEPS = range(9)
@@ -36,7 +46,6 @@ CASES = {
     "mem-opt": ("mem-opt", 4, False, {"curvature": {"form": "inverse"}}),
     "owners": ("mem-opt", 2, True, {}),
     "auto": ("auto", 4, True, {}),
-    "eigenvalues": ("comm-opt", 4, False, {"kind": "EKFAC"}),
     "micro-batches": ("mem-opt", 2, False, {"micro_batches": 2}),
 }
 
@@ -93,7 +102,7 @@ def test_factors_are_sent_when_inverses_are_due(ranks):
 
 
 class Norms(nn.Module):
-    """A layer whose averages are read in each step beside one whose averages can wait, and a table."""
+    """Layers whose averages can wait: a table, a norm layer; with EKFAC the last one's cannot."""
 
     def __init__(self):
         super().__init__()
@@ -110,8 +119,9 @@ def train_norms(ends=None):
     model = Norms().double()
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     placement = natgrad.Placement(name="comm-opt", deferred=True) if ranks > 1 else "comm-opt"
+    curvature = {"head": natgrad.EKFAC(), "*": natgrad.KFAC()}
     preconditioner = natgrad.Preconditioner(
-        wrapped, damping=0.05, refresh=natgrad.Refresh(**EVERY), placement=placement
+        wrapped, curvature, damping=0.05, refresh=natgrad.Refresh(**EVERY), placement=placement
     )
     for step in STEPS:
         generator = torch.Generator().manual_seed(step)
@@ -164,6 +174,23 @@ def test_resuming_between_refreshes_is_bit_exact(ranks, placement, consolidates)
     assert same(found[0][0], found[1][0]) == consolidates
 
 
+def save_by_torch(job, steps, folder):
+    training = Training(job)
+    for step in steps:
+        training.step(step)
+    training.preconditioner.consolidate_state_dict()
+    state = {"model": training.model.state_dict(), "preconditioner": training.preconditioner}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def test_torchs_distributed_checkpoints(ranks, tmp_path):
+    job = job_of(momentum=0.0)
+    ranks.run(2, save_by_torch, job, range(6), str(tmp_path))
+    resumed = ranks.run(2, load_and_train, job, range(6, 11), str(tmp_path))
+    assert_bit_identical(resumed)
+    assert_close(resumed[0], alone(job, range(11)))
+
+
 def save_on_one_rank():
     """Return the warnings of states of an optimizer in the middle of an interval, before and after consolidation."""
     model = nn.Linear(3, 2)
@@ -192,6 +219,16 @@ def test_a_state_that_lacks_statistics_warns(ranks):
         assert not complete
         assert len(lacking) == 1
         assert "what other ranks have seen since the last decompositions" in lacking[0]
+
+
+def defer_nothing():
+    placement = natgrad.Placement(name="comm-opt", deferred=True)
+    with pytest.raises(ValueError, match="no layer has factors that can wait"):
+        natgrad.Preconditioner(nn.Linear(3, 2), "ekfac", gradients="reduce", placement=placement)
+
+
+def test_factors_that_cannot_wait_are_refused(ranks):
+    ranks.run(2, defer_nothing)
 
 
 @pytest.mark.parametrize("placement", ["reduce-scatter", "dp", "pipelined", "background"])

@@ -152,7 +152,7 @@ def _sums(placement: Placement, work: LayerDemand, ranks: int, columns: int) -> 
     require(sums != "alone" or rule.uses_own_samples, f"{rule.name}.sums", sums, allowed)
     if placement.deferred:
         fits = sums == "all" and not (rule.sends_during_backward or rule.renews_in_background)
-        allowed = f"False with '{rule.name}': all ranks must keep the sums, and until decompositions are due"
+        allowed = f"False with '{rule.name}': it is for placements whose factors are summed on all ranks"
         require(fits, "deferred", True, allowed)
     if work.rows:
         return "worker" if sums == "all" else sums

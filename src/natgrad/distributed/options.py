@@ -32,8 +32,8 @@ class Placement:
       host a quarter of the machine's memory divided by the number of ranks. Curvatures that need "comm-opt" (EKFAC),
       or whose size depends on the batch (SNGD, HyLo), use "comm-opt". Where natgrad averages the gradients
       (``gradients="reduce"``), no message is longer for having one worker. Others use "mem-opt" there, `deferred`, if
-      its curvature fits and factors are due more than twice as often as decompositions, else "reduce-scatter". The
-      choice is made once, at construction.
+      its curvature fits and factors are due more than twice as often as decompositions at first, else
+      "reduce-scatter". The choice is made once, at construction.
 
     Attributes:
         name: One of the names above, one registered with `natgrad.register_placement`, or a `natgrad.PlacementRule`.
@@ -52,9 +52,10 @@ class Placement:
         deferred: Whether factors are summed over the ranks only when decompositions are due: with
             ``Refresh(factors=1, inverses=10)`` in a tenth of the steps. Until then each rank keeps its part of the
             running averages, whose sum they are, and sends three numbers for each block when factors are due. Steps are
-            the same. For "comm-opt", "mem-opt" and "hybrid". A state is complete only after
-            ``consolidate_state_dict()`` or with ``gather=True``; others hold the statistics of one rank since the last
-            decompositions. None: only if "auto" chooses so.
+            the same (but a narrow ``Precision.wire`` rounds whole averages). For "comm-opt", "mem-opt" and "hybrid";
+            not the factors of EKFAC, which each step reads. A state is complete only after ``consolidate_state_dict()``
+            or with ``gather=True``; others hold the statistics of one rank since the last decompositions. None: only if
+            "auto" chooses so.
         memory: The most bytes of curvature that a rank may hold between two steps, equal on all ranks. "auto" chooses
             by it; it is an error if the placement holds more. Rows of samples (SNGD, HyLo) are counted when the batch
             has determined their number: before they are gathered, a step that would exceed the limit raises a

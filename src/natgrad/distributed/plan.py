@@ -90,7 +90,7 @@ class Plan(Printed, Generic[Key]):
         seats: The assignment of each layer, also named `assignments`.
         layers: The demand of each layer.
         weights: The work of each layer, measured or modelled.
-        note: The name of the placement, and the reason if "auto" has not chosen "comm-opt".
+        note: The name of the placement, and the reason if "auto" has not taken its first choice.
         rows: The number of gathered rows of each layer in the last refresh (SNGD, HyLo). Empty before the first.
     """
 
@@ -107,6 +107,11 @@ class Plan(Printed, Generic[Key]):
     def assignments(self) -> Mapping[Key, Assignment]:
         """The assignment of each layer."""
         return self.seats
+
+    @property
+    def defers(self) -> bool:
+        """Whether the sums of any layer wait until decompositions are due."""
+        return any(assignment.sums == "later" for assignment in self.assignments.values())
 
     def row(self, rank: int) -> range:
         """Return the ranks of the row of `rank`."""

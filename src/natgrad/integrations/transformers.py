@@ -127,7 +127,7 @@ class NatgradCallback(TrainerCallback):  # type: ignore[misc]
             place["natgrad_overhead"] = share
 
     def _before_save(self, saves: bool) -> None:
-        if saves and self._optimizer is not None and self._optimizer.preconditioner.plan.columns > 1:
+        if saves and self._optimizer is not None and not self._optimizer.preconditioner.is_complete:
             self._optimizer.consolidate_state_dict()
 
     def _seconds(self) -> float:

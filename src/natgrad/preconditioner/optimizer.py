@@ -274,8 +274,8 @@ class PreconditionedOptimizer(Optimizer):
 
         Args:
             gather: Collect the curvature of all ranks (collective), so that one rank can save all of it. Otherwise the
-                state only contains the layers that this rank is a worker of, unless `consolidate_state_dict` has been
-                called since the last step.
+                state only contains the layers that this rank is a worker of and, with deferred sums, what this rank has
+                seen since the last decompositions, unless `consolidate_state_dict` has been called since the last step.
 
         Warns:
             NatgradWarning: once, if this rank's state is incomplete.
@@ -283,16 +283,11 @@ class PreconditionedOptimizer(Optimizer):
         self._read_groups()
         preconditioner = self.preconditioner
         curvature, plan = preconditioner.state_dict(gather=gather), preconditioner.plan
-        if not (gather or preconditioner.is_consolidated or self._warned_of_incomplete):
+        if plan.columns > 1 and not (gather or preconditioner.is_complete or self._warned_of_incomplete):
             self._warned_of_incomplete = True
-            lacks = "it lacks what other ranks have seen since the last decompositions"
-            if plan.columns > 1:
-                lacks = (
-                    "it holds the curvature of this rank's layers only, and the file of one rank cannot resume all "
-                    f"{plan.ranks}"
-                )
             warn(
-                f"natgrad: under placement '{plan.placement}' this state is incomplete: {lacks}. Call "
+                f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of this "
+                f"rank's layers only, and the file of one rank cannot resume all {plan.ranks}. Call "
                 "consolidate_state_dict() on every rank before. Inside a trainer pass placement='comm-opt', or do what "
                 "https://natgrad.github.io/natgrad/integrations/ says of this trainer. (torch.distributed.checkpoint "
                 "takes the optimizer's part alone, which is complete: save the preconditioner with it)",

@@ -53,7 +53,7 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.membership import Membership
 from natgrad.preconditioner.refresh import (
     BackgroundRefresh,
-    DeferredSums,
+    PartialAverages,
     RefreshScheduler,
     RowRefresh,
     observed,
@@ -242,7 +242,7 @@ class Preconditioner:
         clip = Clip(optimizer, arguments.get("kl_clip", USUAL_BOUND))
         self._scaling, self._damping, self._clip = scaling, by_kind, clip
         self._scheduler, self._background = RefreshScheduler(refresh), BackgroundRefresh()
-        self._deferred = DeferredSums()
+        self._deferred, self._warned_of_parts = PartialAverages(), False
         self._failures, self._inspection = FailureCounters(Guard() if guard is None else guard), Inspection()
         first = math.nan if callable(by_kind.damping) else by_kind.damping
         self._progress, self._epochs, self._compared = StepCounters(damping=first), EpochState(), False
@@ -515,10 +515,10 @@ class Preconditioner:
             if "gradients" in sides:
                 self._inspection.look(structure.groups, sums, runtime)
         with progress.phase("renew", runtime):
-            defers = bool(structure.plan.placement.deferred)
-            if defers:
+            if structure.plan.defers:
                 self._deferred.split(structure.groups, runtime.ranks)
-            updated = update_averages(sums, self._failures, runtime if defers else None)
+                self._deferred.differ = True
+            updated = update_averages(sums, self._failures, runtime if structure.plan.defers else None)
             is_update = bool(updated) or structure.shares_work
             if progress.last_factors is None:
                 # The host waits for the result only before the first update: a checkpoint loader may step before any
@@ -716,7 +716,7 @@ class Preconditioner:
         """Return an empty buffer for the statistics of all layers, with the buckets of the placement."""
         structure, runtime, reduction = self._structure, self._communicator, self._reduction
         placement, several = structure.plan.placement, runtime.ranks > 1
-        if reduction is not None and several and not (placement.rule.renews_in_background or placement.deferred):
+        if reduction is not None and several and not (placement.rule.renews_in_background or structure.plan.defers):
             layers = [layer for layer, _ in structure.coverage.layers]
             chunk_of = {layer.name: reduction.last_chunk(slot.parameter for slot in layer.slots) for layer in layers}
             return OverlappedStatistics(
@@ -1013,12 +1013,22 @@ class Preconditioner:
 
         Returns:
             Nested dicts of numbers and tensors. Tensors whose size depends on the batch (rows) are in tuples.
+
+        Warns:
+            NatgradWarning: once, if deferred sums of other ranks are missing (`natgrad.Placement.deferred`).
         """
         if self._consolidated is not None and not gather:
             return self._consolidated
         self._background.fold(self._failures)
         if gather:
             self._join_averages()
+        elif self._deferred.differ and not self._warned_of_parts:
+            self._warned_of_parts = True
+            warn(
+                "natgrad: this state is incomplete: it lacks what other ranks have seen since the last decompositions. "
+                "Call consolidate_state_dict() on every rank before",
+                "incomplete-state",
+            )
         ahead, parts = self._structure.ahead(), self._communicator.ranks if self._deferred.are_parts else 1
         blocks, counted = states.snapshot(ahead.groups, ahead.decisions, parts), self._failures.state_dict()
         if gather and self._structure.shares_work:
@@ -1036,16 +1046,16 @@ class Preconditioner:
     def consolidate_state_dict(self) -> None:
         """Collect the blocks of all ranks (collective), so that `state_dict` is complete on each until the next step.
 
-        For trainers that save the state of one rank. The collected state stays in memory until then. Nothing is done
-        where every rank holds all blocks.
+        For trainers that save the state of one rank. The collected state stays in memory until then. Where every rank
+        holds all blocks, only deferred sums are collected.
         """
         self._join_averages()
         self._consolidated = self.state_dict(gather=True) if self.plan.columns > 1 else None
 
     @property
-    def is_consolidated(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether `state_dict` returns the state of all ranks, by itself or since `consolidate_state_dict`."""
-        return self._consolidated is not None or not (self.plan.columns > 1 or self._deferred.are_parts)
+        return self._consolidated is not None or not (self.plan.columns > 1 or self._deferred.differ)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned, possibly on another number of ranks. Call it on every rank.
@@ -1069,7 +1079,7 @@ class Preconditioner:
         self._scheduler.check_state(state)
         self._epochs = EpochState.loaded(state["epochs"])
         self._background.drop()
-        self._deferred.are_parts = False
+        self._deferred.are_parts = self._deferred.differ = False
         progress.load_state_dict(state)
         if begun is not None and self._refreshes_in_background:
             states.restore(begun["blocks"], groups, decisions)
@@ -1078,7 +1088,7 @@ class Preconditioner:
             self._background.begin(*work, progress)
             progress.step = state["step"]
         states.restore(state["blocks"], groups, decisions)
-        if self._structure.plan.placement.deferred:
+        if self._structure.plan.defers:
             self._deferred.split(groups, self._communicator.ranks)  # each rank may have been given its own state
         if begun is not None and not self._background.keys:
             self._scheduler.end_refresh(decisions, begun["keys"], dropped=True)

@@ -60,7 +60,7 @@ class Structure:
         self._signature = self.coverage.signature()
         self._form = self.coverage.signature(trained=False)
         self.plan = self._planned()
-        _check_combinations(self.coverage.layers, self.plan.placement, self._refresh, self._ranks)
+        _check_combinations(self.coverage.layers, self.plan, self._refresh)
         self._assignments.update(self.plan.assignments)
         rule = self._refresh
         self.groups = group_layers(
@@ -110,7 +110,9 @@ class Structure:
         # once. It chooses comm-opt for curvatures that read computed tensors or gather rows, otherwise one worker a
         # layer where natgrad averages the gradients.
         placement, factor_refreshes = self._placement, 10.0
-        if self._refresh is not None and (self._reduces or placement.positions is not None):
+        owns = placement.name == "auto" and self._reduces
+        if self._refresh is not None and (owns or placement.positions is not None):
+            self._refresh.check(0)
             factor_refreshes = self._refresh.inverse_interval(0) / self._refresh.factor_interval(0)
         needs_comm_opt = any(
             computed_for(own) or gathered(own)
@@ -119,9 +121,10 @@ class Structure:
         choices = []
         if placement.name == "auto" and needs_comm_opt:
             placement = replace(placement, name="comm-opt")
-        elif placement.name == "auto" and self._reduces:
+        elif owns:
             # Averages are sent to all ranks, sums to the worker alone: in half the bytes.
-            if placement.deferred or (placement.deferred is None and factor_refreshes > 2):
+            saves = factor_refreshes > 2 and any(work.can_wait for work in works.values())
+            if placement.deferred or (placement.deferred is None and saves):
                 choices.append(replace(placement, name="mem-opt", deferred=True))
             if not placement.deferred:
                 choices.append(replace(placement, name="reduce-scatter"))
@@ -227,20 +230,25 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
         blocks=n,
         averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),
         held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in kept),
-        can_wait=bool(statistics) and not any(spec.used_by_precondition for spec in statistics),
+        can_wait=bool(statistics)
+        and not any(spec.used_by_precondition for spec in statistics)
+        and not any(task.restarts for task in tasks),
         alone=layer.form != "one-hot",
     )
 
 
 def _check_combinations(
-    covered: Sequence[tuple[Layer, Curvature]], placement: Placement, refresh: RefreshRule | None, ranks: int
+    covered: Sequence[tuple[Layer, Curvature]], plan: Plan[str], refresh: RefreshRule | None
 ) -> None:
     """Check that curvatures, placement and refresh rule go together.
 
     Raises:
-        ValueError: if they do not, unless `ranks` is 1 and one process can do it.
+        ValueError: if they do not, unless there is one rank and one process can do it.
     """
+    placement, ranks = plan.placement, plan.ranks
     rule, where = placement.rule, str(placement)
+    idle = covered and ranks > 1 and placement.deferred and not plan.defers
+    require(not idle, "deferred", True, "False: no layer has factors that can wait, as those of K-FAC")
     for layer, curvature in covered:
         statistics = statistics_of(curvature, layer)
         # A layer's only worker captures alone, but lookups are summed over all ranks.

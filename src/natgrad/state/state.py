@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.distributed import Communicator
 from natgrad.errors import require
+from natgrad.linalg.precision import at_least_float32
 from natgrad.schedule import check_whole, is_whole
 from natgrad.specs import TensorSpec
 from natgrad.state.averages import allocate_averages, allocate_memory
@@ -101,7 +102,7 @@ def snapshot(groups: list[BlockGroup], decisions: Decisions, parts: int = 1) -> 
     for key, tensors in blocks(groups, decisions).items():
         copied = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
         for name in in_parts.get(key, ()):
-            copied[name] *= parts
+            copied[name] = copied[name].to(at_least_float32(copied[name].dtype)) * parts
         copies[key] = {name: (tensor,) if name in unsized[key] else tensor for name, tensor in copied.items()}
     return copies
 

@@ -171,7 +171,7 @@ def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]
     by_workers: dict[tuple[int, ...], list[GroupGradients]] = {}
     for entry in entries:
         by_workers.setdefault(entry.group.role.assignment.workers, []).append(entry)
-    limit = min(_BUCKET, sum(map(_bytes, entries)) // LEAST_MESSAGES) // max(1, len(by_workers))
+    limit = min(_BUCKET, sum(map(_bytes, entries)) // LEAST_MESSAGES) // len(by_workers)
     for parts in zip_longest(*(_pieces(own, limit) for own in by_workers.values()), fillvalue=()):
         yield [entry for part in parts for entry in part]
 

@@ -3,7 +3,7 @@
 from natgrad.preconditioner.refresh.averages import update_averages as update_averages
 from natgrad.preconditioner.refresh.background import BackgroundRefresh as BackgroundRefresh
 from natgrad.preconditioner.refresh.background import separated as separated
-from natgrad.preconditioner.refresh.deferred import DeferredSums as DeferredSums
+from natgrad.preconditioner.refresh.deferred import PartialAverages as PartialAverages
 from natgrad.preconditioner.refresh.gathered import RowRefresh as RowRefresh
 from natgrad.preconditioner.refresh.scheduler import RefreshScheduler as RefreshScheduler
 from natgrad.preconditioner.refresh.scheduler import share_decisions as share_decisions

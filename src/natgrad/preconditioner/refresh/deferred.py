@@ -12,21 +12,23 @@ import torch
 
 from natgrad.distributed import Communicator
 from natgrad.linalg.precision import at_least_float32
+from natgrad.state.averages import allocate_averages
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.tensors import StateTensors
 
 _EVERYTHING = slice(None)
 
 
-class DeferredSums:
+class PartialAverages:
     """Turns the running averages that all ranks hold into parts, and parts into averages.
 
     Attributes:
         are_parts: Whether they are parts now.
+        differ: Whether the parts of the ranks may differ.
     """
 
     def __init__(self) -> None:
-        self.are_parts = False
+        self.are_parts = self.differ = False
 
     def split(self, groups: Iterable[BlockGroup], ranks: int) -> None:
         """Make the averages equal parts."""
@@ -39,7 +41,7 @@ class DeferredSums:
         """Sum the parts over the ranks, sent in the dtype `wire` if it is narrower; collective."""
         if not self.are_parts:
             return
-        self.are_parts = False
+        self.are_parts = self.differ = False
         places: dict[object, list[tuple[StateTensors, str]]] = {}
         for averages, name in _deferred(groups):
             places.setdefault((averages[name].device, averages[name].dtype), []).append((averages, name))
@@ -56,4 +58,5 @@ class DeferredSums:
 def _deferred(groups: Iterable[BlockGroup]) -> Iterator[tuple[StateTensors, str]]:
     for group in groups:
         if group.role.assignment.sums == "later":
+            allocate_averages(group)
             yield from ((group.state.averages, name) for name in group.state.averages)
