@@ -2,6 +2,8 @@
 
     python -m benchmarks.nodes [--wrapper ddp|fsdp2] [--rate 200mbit] [--only "natural Muon, comm-opt" ...]
 
+kfac-pytorch and Dion run beside natgrad where they are installed.
+
 Two nodes of `two_nodes.sh` (Linux, root), one rank each: a transformer of width 256 and depth 4, 1,024
 tokens a rank, float32.
 All contenders live in one process group of long-lived ranks, each with a model of its own, and run laps of ten steps in
@@ -35,7 +37,7 @@ import natgrad
 from benchmarks.common import RESULTS, Seconds, conditions, interleave, median, save
 from benchmarks.links import hand_back, on_two_nodes
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.peers import DAMPING, FACTOR_DECAY, KFAC_PYTORCH, KL_CLIP, NEVER
+from benchmarks.peers import DAMPING, DION, FACTOR_DECAY, KFAC_PYTORCH, KL_CLIP, NEVER
 from benchmarks.placement_cycle import merge, wire_bytes
 
 Wrapper = Literal["ddp", "fsdp2"]
@@ -118,6 +120,17 @@ def muon(wrapper: Wrapper | None, workload: Workload = WORKLOAD) -> Training:
     return training
 
 
+def dion(wrapper: Wrapper, workload: Workload = WORKLOAD) -> Training:
+    """Return Dion's distributed Muon for the matrices of the blocks, its AdamW for the rest."""
+    training = Training(wrapper, None, workload)
+    matrices = [p for p in training.model.layers.parameters() if p.ndim == 2]
+    rest = [p for p in training.replica.parameters() if all(p is not matrix for matrix in matrices)]
+    groups = [{"params": matrices}, {"params": rest, "algorithm": "adamw"}]
+    ranks = dist.group.WORLD if wrapper == "ddp" else matrices[0].device_mesh
+    training.optimizers = [import_module("dion").Muon(groups, distributed_mesh=ranks, lr=1e-3)]
+    return training
+
+
 def natural_muon(
     wrapper: Wrapper | None, workload: Workload = WORKLOAD, *, spread: int = 8, **options: Any
 ) -> Training:
@@ -172,6 +185,8 @@ def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
     """
     found: dict[str, Callable[[Wrapper], Training]] = {ADAMW: adamw, "torch.optim.Muon": muon}
     reduce: dict[str, Any] | None = {"gradients": "reduce"} if wrapper == "ddp" else None
+    if DION:
+        found["Dion's Muon"] = dion
     for placement in ("comm-opt", "mem-opt"):
         found[f"natural Muon, {placement}"] = partial(natural_muon, placement=placement)
     if reduce is not None:
@@ -272,7 +287,11 @@ def main(
     Console().print(table)
     if not chosen:
         settings = conditions() | {"rate": rate, "wrapper": wrapper, "rounds": rounds}
-        settings |= {"kfac-pytorch": KFAC_PYTORCH or "not installed", "rows": [asdict(row) for row in rows]}
+        settings |= {
+            "kfac-pytorch": KFAC_PYTORCH or "not installed",
+            "dion": DION or "not installed",
+            "rows": [asdict(row) for row in rows],
+        }
         typer.echo(f"Written to {save(f'nodes_{wrapper}_{rate}', settings).relative_to(RESULTS.parent.parent)}")
 
 

@@ -154,7 +154,7 @@ def kfac_pytorch(form: Form, *, fraction: float = 1.0, intervals: tuple[Interval
 
 
 FORMS: tuple[Form, ...] = ("eigen", "inverse")
-KFAC_PYTORCH = installed("kfac", "kfac-pytorch")
+KFAC_PYTORCH, DION = installed("kfac", "kfac-pytorch"), installed("dion", "dion")
 
 
 def methods() -> dict[str, Method]:
