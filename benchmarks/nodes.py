@@ -16,6 +16,7 @@ renews all, and nine that renew the factors. *On the wire* are counters of all i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -274,7 +275,7 @@ def main(
     chosen = only or []
     if into is not None:
         hand_back(partial(measure, wrapper, rounds, chosen), into)
-        return
+        os._exit(0)  # peers may leave threads behind, with which the interpreter aborts
     unknown = set(chosen) - contenders(wrapper).keys()
     if unknown:
         raise typer.BadParameter(f"{unknown} are none of {', '.join(contenders(wrapper))}", param_hint="--only")
