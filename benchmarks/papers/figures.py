@@ -201,7 +201,27 @@ FIGURES: Mapping[str, Figure] = {
         },
         reference="SGD",
         measure="epochs",
-        hours=4,
+        seeds=1,
+        hours=2,
+    ),
+    "osawa-figure-6": Figure(
+        title="Osawa 2019, figure 6: diagonal norm layers, and stale factors",
+        paper="ResNet-50, ImageNet, batches of 32,768, accuracy: with both about that without either",
+        task="resnet20-cifar10",
+        shared={**_SMALL, "batch_size": 256},
+        contenders={
+            name: _curvature("kfac", rates=(0.1, 0.2), form="inverse", factors=1, inverses=1, **more)
+            for name, more in (
+                ("no approximation", {"norm_form": "full"}),
+                ("diagonal", {"norm_form": "diag"}),
+                ("stale", {"norm_form": "full", "refresh": "growing"}),
+                ("stale and diagonal", {"norm_form": "diag", "refresh": "growing"}),
+            )
+        },
+        reference="no approximation",
+        measure="metric",
+        seeds=2,
+        hours=0.5,
     ),
     "hylo-figure-4": Figure(
         title="HyLo 2022, figure 4b: time to the target on one GPU",
@@ -259,7 +279,7 @@ FIGURES: Mapping[str, Figure] = {
         hours=0.3,
     ),
     "dp-kfac-table-3": Figure(
-        title="DP-KFAC 2022, table 3 and figure 9: accuracy at the same global batch",
+        title="DP-KFAC 2022, table 3, figures 6 and 9: accuracy at the same global batch",
         paper="ResNet-110, CIFAR-10, 4 GPUs, accuracy in %",
         task="3c1f-cifar10",
         shared=_SMALL,
@@ -341,9 +361,11 @@ ELSEWHERE: Mapping[str, str] = {
     "Osawa 2019, figures 2 and 4 (time, bytes)": "`python -m benchmarks.placement`",
     "Osawa 2019, table 1 and figure 3 (large batches)": "`python -m benchmarks.large_batch`",
     "Osawa 2019, figure 5 (drift of factors)": "`natgrad analyze --figure drift`",
+    "HyLo 2022, figures 4a and 5 (accuracy over time)": "needs GPUs; `natgrad train densenet-cifar100` trains",
     "HyLo 2022, figures 10 to 12 (rank, norms, errors)": "`natgrad analyze --figure rank,norms,error`",
     "HyLo 2022, figures 7 to 9 (time by stage, speedup)": "needs many GPUs; `python -m benchmarks.curvature` has steps",
     "HyLo 2022, table IV (memory)": "`python -m benchmarks.memory`",
     "DP-KFAC 2022, tables 4, 5 and 7, figures 7, 8, 10 and 12 (time, memory)": "`python -m benchmarks.placement`",
+    "DASO 2021, tables 1 and 3 (hyper-parameters)": "`natgrad train --recipe daso2021`",
     "DASO 2021, figures 6 and 7 (time on several nodes)": "`python -m benchmarks.daso` through two_nodes.sh",
 }
