@@ -28,8 +28,9 @@ _HEAD = """# The papers' figures
 
 Made by `python -m benchmarks.papers FIGURE`; the runs are in `benchmarks/results/papers.jsonl`. Models and data are far
 smaller than the papers'. Every contender of a figure searches as many learning rates on one seed ("edge": the best is
-the least or the greatest of them), and runs with three fresh seeds at the best; numbers are medians. "To target": what
-a method needs to reach the reference's median final metric, over what the reference needs."""
+the least or the greatest of them), and runs with fresh seeds at the best: three, or one where "seeds" has one number
+twice; numbers are medians. "To target": what a method needs to reach the reference's median final metric, over what the
+reference needs."""
 
 
 def sheet(figure: Figure, found: Sequence[Row]) -> Sheet:

@@ -132,7 +132,8 @@ FIGURES: Mapping[str, Figure] = {
         },
         reference="eigen, batch 64",
         measure="metric",
-        hours=1.1,
+        seeds=1,
+        hours=0.7,
     ),
     "pauloski-table-2": Figure(
         title="Pauloski 2022, table 2 and figure 4: K-FAC and SGD on several ranks, 64 samples on each",
@@ -151,7 +152,8 @@ FIGURES: Mapping[str, Figure] = {
         },
         reference="SGD, 1 x 64",
         measure="metric",
-        hours=0.6,
+        seeds=1,
+        hours=0.4,
     ),
     "pauloski-table-4": Figure(
         title="Pauloski 2022, table 4: BERT's second phase to the accuracy without K-FAC",
@@ -188,7 +190,8 @@ FIGURES: Mapping[str, Figure] = {
         },
         reference="SGD",
         measure="metric",
-        hours=1.2,
+        seeds=1,
+        hours=0.9,
     ),
     "pauloski-table-6": Figure(
         title="Pauloski 2022, table 6: Mask R-CNN with K-FAC on its box and mask heads",
@@ -304,7 +307,8 @@ FIGURES: Mapping[str, Figure] = {
         },
         reference="K-FAC, 16 samples",
         measure="metric",
-        hours=0.7,
+        seeds=1,
+        hours=0.5,
     ),
     "dp-kfac-figure-11": Figure(
         title="DP-KFAC 2022, figure 11: damping and steps between updates, 4 ranks, 32 samples on each",
@@ -322,6 +326,9 @@ FIGURES: Mapping[str, Figure] = {
         reference="K-FAC, damping 0.03, every 2",
         measure="metric",
         seeds=1,
+        note="At the damping of 0.03 and ten times that DP-KFAC is as good as K-FAC (differences from -0.029 to 0.024 "
+        "on one seed, half the epochs of the other figures). At a tenth, 0.003, it loses 0.04 and 0.12: the factors of "
+        "32 samples need the damping. The paper has no such gap, with 94.05 and 94.07 over all its settings.",
         hours=0.9,
     ),
     "daso-table-2": Figure(
