@@ -428,16 +428,15 @@ class Communicator:
 
         Gloo sends and receives a long message in turn, short ones at once.
         """
+        assert group is not None
         own, ranks = dist.get_rank(group), len(outgoing)
-        length = _PIECE // outgoing[0].element_size()
         works: list[dist.Work | None] = []
         with self.collective(kind):
             for step in range(1, ranks):  # each rank begins with another one
                 target, source = (own + step) % ranks, (own - step) % ranks
-                works += [dist.irecv(piece, group=group, group_src=source) for piece in _split(arrived[source], length)]
-                works += [
-                    dist.isend(piece, group=group, group_dst=target) for piece in _split(outgoing[target], length)
-                ]
+                sender, receiver = (dist.get_global_rank(group, rank) for rank in (source, target))
+                works += [dist.irecv(piece, sender, group) for piece in _split(arrived[source])]
+                works += [dist.isend(piece, receiver, group) for piece in _split(outgoing[target])]
         arrived[own].copy_(outgoing[own])
         pieces = [Work(self, kind, outgoing[own], work) for work in works]
 
@@ -472,9 +471,9 @@ def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | Non
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group, async_op=True)
 
 
-def _split(vector: Tensor, length: int) -> Sequence[Tensor]:
-    """Return the pieces of a vector; none of an empty one."""
-    return vector.split(length) if len(vector) else ()
+def _split(vector: Tensor) -> Sequence[Tensor]:
+    """Return a vector in pieces of at most `_PIECE` bytes; none if it is empty."""
+    return vector.split(_PIECE // vector.element_size()) if len(vector) else ()
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:
