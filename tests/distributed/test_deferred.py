@@ -147,6 +147,37 @@ def test_norms_tables_and_batches_that_are_not_finite(ranks, ends):
         assert counted == skipped
 
 
+def freeze_what_waits():
+    """Train on after all layers whose averages can wait have been frozen, and again once they are thawed."""
+    _, ranks = place()
+    model = Norms().double()
+    placement = natgrad.Placement(name="comm-opt", deferred=True) if ranks > 1 else "comm-opt"
+    curvature, refresh = {"head": natgrad.EKFAC(), "*": natgrad.KFAC()}, natgrad.Refresh(**EVERY)
+    preconditioner = natgrad.Preconditioner(
+        model, curvature, damping=0.05, refresh=refresh, placement=placement, gradients="reduce"
+    )
+    for step in range(12):
+        if step in (3, 7):
+            for layer in (model.table, model.norm):
+                layer.requires_grad_(step == 7)
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randint(7, (4, 5), generator=generator), torch.randint(3, (4,), generator=generator)
+        model.zero_grad()
+        cross_entropy(model(share(x)), share(y)).backward()
+        preconditioner.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(0.1 * p.grad)
+    return dict(model.state_dict())
+
+
+def test_layers_that_wait_are_frozen_and_thawed(ranks):
+    expected = freeze_what_waits()
+    for parameters in ranks.run(2, freeze_what_waits):
+        dense.assert_equal(parameters, expected, 1e-10)
+
+
 def train_on(job, before, after, consolidates):
     """Train, save in the middle of an interval, and go on in this training and in a new one from the first's state."""
     training = Training(job)

@@ -49,7 +49,7 @@ def make_plan(
         previous: The assignments of layers that keep their workers.
         factor_refreshes: The number of factor refreshes for each inverse refresh, for the balance of "dp".
         share: The bytes that the curvature of a rank may take under "auto" without `Placement.memory`. None: no limit.
-        choices: What "auto" chooses from: the first that holds no more, or the last. Empty: KAISA's.
+        choices: What "auto" chooses from: the first that fits in memory, or the last. Empty: KAISA's.
 
     Returns:
         The plan, equal on all ranks: ties go to the lower rank, and layers of about equal cost are taken by their
@@ -67,12 +67,12 @@ def make_plan(
         require(bool(previous) or not unknown, name, sorted(unknown)[:5], "numbers by the keys of the model's layers")
     limit = share if placement.memory is None else placement.memory
     first, *others = choices or _candidates(placement, ranks)
-    plan = best = _assign(first, works, ranks, previous or {}, factor_refreshes)
+    plan = preferred = _assign(first, works, ranks, previous or {}, factor_refreshes)
     for candidate in others:
         if limit is None or plan.most_held <= limit:
             break
         plan = _assign(candidate, works, ranks, previous or {}, factor_refreshes)
-        reason = f"because '{first}' would hold {mebibytes(best.most_held)} of at most {mebibytes(limit)}"
+        reason = f"because '{first}' would hold {mebibytes(preferred.most_held)} of at most {mebibytes(limit)}"
         plan = replace(plan, note=f"{plan.note}, {reason}")
     if not previous:  # a layer added during training raises no error
         plan.check_memory()

@@ -34,7 +34,7 @@ class LayerDemand:
         blocks: The number of its blocks, whose decompositions may fail separately.
         averages: The bytes of its running averages.
         held: The bytes of the results of its tasks on a worker, without `rows`.
-        can_wait: Whether its running averages are only read, and never restarted, when decompositions are due.
+        can_wait: Whether its running averages are read only when decompositions are due, and never restarted.
         alone: Whether the samples of one rank are sufficient for its statistics. They are not for embedding tables, of
             which a rank looks up few rows.
     """

@@ -60,7 +60,10 @@ class Structure:
         self._signature = self.coverage.signature()
         self._form = self.coverage.signature(trained=False)
         self.plan = self._planned()
-        _check_combinations(self.coverage.layers, self.plan, self._refresh)
+        _check_combinations(self.coverage.layers, self.plan.placement, self._refresh, self._ranks)
+        idle = self.plan.placement.deferred and self._ranks > 1 and self.coverage.layers and not self.plan.defers
+        allowed = "False: no layer has factors that can wait, as those of K-FAC"
+        require(bool(self._assignments) or not idle, "deferred", True, allowed)  # later layers may be frozen
         self._assignments.update(self.plan.assignments)
         rule = self._refresh
         self.groups = group_layers(
@@ -238,17 +241,14 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
 
 
 def _check_combinations(
-    covered: Sequence[tuple[Layer, Curvature]], plan: Plan[str], refresh: RefreshRule | None
+    covered: Sequence[tuple[Layer, Curvature]], placement: Placement, refresh: RefreshRule | None, ranks: int
 ) -> None:
     """Check that curvatures, placement and refresh rule go together.
 
     Raises:
-        ValueError: if they do not, unless there is one rank and one process can do it.
+        ValueError: if they do not, unless `ranks` is 1 and one process can do it.
     """
-    placement, ranks = plan.placement, plan.ranks
     rule, where = placement.rule, str(placement)
-    idle = covered and ranks > 1 and placement.deferred and not plan.defers
-    require(not idle, "deferred", True, "False: no layer has factors that can wait, as those of K-FAC")
     for layer, curvature in covered:
         statistics = statistics_of(curvature, layer)
         # A layer's only worker captures alone, but lookups are summed over all ranks.
