@@ -79,7 +79,10 @@ def test_every_placement_equals_one_process(ranks, ranks_, kind, options):
 
 
 def train_wide(kind, dtype):
-    """Train a network whose middle layers are multiplied in bfloat16 on CPUs too; return its weights and the bytes."""
+    """Train a network whose middle layers are multiplied in bfloat16 on CPUs too; return its weights and the bytes.
+
+    "rounded": in one process, with the gradients of these layers in bfloat16.
+    """
     torch.manual_seed(0)
     layers = [nn.Linear(*sizes) for sizes in ((6, 128), (128, 128), (128, 128), (128, 3))]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).double()
@@ -90,20 +93,23 @@ def train_wide(kind, dtype):
     x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(3, (8,))
     for _ in range(4):
         optimizer.zero_grad()
-        mine = slice(None) if kind is None else slice(dist.get_rank(), None, 2)
+        mine = slice(dist.get_rank(), None, 2) if kind in ("reduce", "fsdp") else slice(None)
         cross_entropy(model(x[mine]), y[mine]).backward()
+        for layer in layers[1:3] if kind == "rounded" else ():
+            layer.weight.grad.copy_(layer.weight.grad.bfloat16())
         optimizer.step()
     values = [parameter.detach() for parameter in model.parameters()]
     values = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
     return values, optimizer.preconditioner.traffic().get("gradients", 0)
 
 
-@pytest.mark.parametrize("kind", ["reduce", "fsdp"])
-def test_updates_are_sent_in_the_dtype_of_their_products(ranks, kind):
-    alone, _ = train_wide(None, "bfloat16")
+@pytest.mark.parametrize(("kind", "alike"), [("reduce", None), ("fsdp", "rounded")])
+def test_updates_are_sent_in_the_dtype_of_their_products(ranks, kind, alike):
+    alone, _ = train_wide(alike, "bfloat16")
     (found, narrow), (other, others) = ranks.run(2, train_wide, kind, "bfloat16")
     assert all(map(torch.equal, found, other))
-    assert max(map(relative_error, found, alone)) < 1e-9  # nothing is lost
+    assert max(map(relative_error, found, alone)) < 1e-9
     (_, wide), (_, others_wide) = ranks.run(2, train_wide, kind, None)
-    # The two wide updates go from float64 to bfloat16; a rank sends those that it owns.
-    assert wide + others_wide - narrow - others == 4 * 2 * 128 * 128 * (8 - 2) * (1 if kind == "reduce" else 0.5)
+    # The two wide updates go from float64 to bfloat16: a rank sends those that it owns, and under FSDP2 half of each
+    # gradient to its owner, who sends half of the update.
+    assert wide + others_wide - narrow - others == 4 * 2 * 128 * 128 * (8 - 2)

@@ -86,8 +86,8 @@ class GradientAudit:
         Only inner products are computed here. `report` reads them one step later, so that the host does not wait.
         """
         layer, slot, averages = self._layer, self._slot, runtime.ranks > 1 and not self._reduces
-        if self._left == 0 or slot is None or (layer is None and not averages):
-            return
+        if self._left == 0 or slot is None or (layer is None and (not averages or is_sharded(slot.parameter))):
+            return  # sharded gradients, also of a model that was sharded later, are no copies of each other
         self._left -= 1
         parameter = slot.parameter
         size = min(_NUMBERS, layer.outputs if layer is not None and slot.leaf == "bias" else prod(slot.shape[1:]))

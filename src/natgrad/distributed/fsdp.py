@@ -250,10 +250,10 @@ def gradient_target(layer: Layer, slot: Slot, gradient: Tensor, blocks: Tensor) 
 
 
 def put_rows(found: dict[int, Tensor], slot: Slot, start: int, rows: Tensor) -> None:
-    """Write rows of a parameter, which may be flat, to a tensor with its shape in `found`, by its ``id``."""
+    """Write rows of a parameter, which may be flat, to a tensor as it is in `found`, by its ``id``."""
     whole = found.get(id(slot.parameter))
     if whole is None:
-        whole = found[id(slot.parameter)] = rows.new_zeros(slot.parameter.shape)
+        whole = found[id(slot.parameter)] = rows.new_zeros(slot.parameter.shape, dtype=slot.parameter.dtype)
     rows = rows.reshape(-1, *whole.shape[1:])
     whole[start : start + len(rows)] = rows
 
@@ -344,21 +344,21 @@ class Holders:
 
 
 def post_rows(
-    wanted: Iterable[tuple[Slot, tuple[int, ...]]],
+    wanted: Iterable[tuple[Slot, torch.dtype, tuple[int, ...]]],
     of: Callable[[Slot, range], Tensor],
     runtime: Communicator,
     kind: str,
 ) -> Callable[[], dict[int, Tensor]]:
     """Start to send all rows of sharded parameters to the ranks that want them; collective.
 
-    `wanted` is equal on all ranks, `of` returns rows that this rank holds. Plain parameters are left out. The result is
-    a function that returns whole tensors by ``id``.
+    `wanted` is equal on all ranks: parameters, dtypes to send them in, and receivers. `of` returns rows that this rank
+    holds. Plain parameters are left out. The result is a function that returns whole tensors by ``id``.
     """
     holders = Holders(runtime)
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Slot, tuple[int, ...]]]] = {}
-    for slot, receivers in wanted:
+    for slot, dtype, receivers in wanted:
         if is_sharded(slot.parameter):
-            kinds.setdefault((slot.parameter.device, slot.parameter.dtype), []).append((slot, receivers))
+            kinds.setdefault((slot.parameter.device, dtype), []).append((slot, receivers))
     gathered: dict[int, Tensor] = {}
     posted: list[tuple[Work, list[list[tuple[Slot, range]]], list[list[int]]]] = []
     for (device, dtype), slots in kinds.items():
@@ -370,12 +370,12 @@ def post_rows(
             for worker in receivers:
                 if worker != runtime.rank:
                     if len(local_rows) and runtime.rank in holders.peers(slot, worker):
-                        outgoing[worker].append(of(slot, local_rows).reshape(-1))
+                        outgoing[worker].append(of(slot, local_rows).reshape(-1).to(dtype))
                     continue
                 for peer in holders.peers(slot, worker):
                     rows = holders.rows(slot, peer)
                     if peer == worker:
-                        put_rows(gathered, slot, rows.start, of(slot, rows))
+                        put_rows(gathered, slot, rows.start, of(slot, rows).to(dtype))  # as other rows arrive
                     elif len(rows):
                         incoming[peer].append((slot, rows))
         messages = [torch.cat(parts) for parts in outgoing]

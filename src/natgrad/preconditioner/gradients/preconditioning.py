@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator
-from natgrad.distributed.buckets import LEAST_MESSAGES
+from natgrad.distributed.buckets import LEAST_MESSAGES, narrower
 from natgrad.distributed.fsdp import held_rows, post_rows
 from natgrad.errors import NatgradError
 from natgrad.layers import Slot
@@ -210,10 +210,10 @@ def _post_rows(bucket: Sequence[GroupGradients], runtime: Communicator) -> Calla
     """Start to send each worker all rows of its sharded gradients; the result returns them by the parameter's ``id``.
 
     The rows come from the S ranks of the worker's copy of the model (under HSDP one replica, otherwise all ranks).
-    Each other rank of these sends 1 / S of a layer's gradient.
+    Each other rank of these sends 1 / S of a layer's gradient, in bfloat16 where the worker computes in that.
     """
     wanted = [
-        (slot, entry.group.role.assignment.workers)
+        (slot, narrower(entry.sent, slot.parameter.dtype), entry.group.role.assignment.workers)
         for entry in bucket
         for member in entry.members
         for slot in member.layer.slots

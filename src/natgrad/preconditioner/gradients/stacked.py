@@ -59,7 +59,7 @@ class GroupGradients:
 
     @property
     def sent(self) -> torch.dtype:
-        """The dtype in which V is sent to other ranks."""
+        """The dtype in which V, and rows of sharded gradients, are sent to other ranks."""
         group = self.group
         is_narrow = group.curvature.is_bfloat16(group.outputs, group.inputs, group.device)
         return torch.bfloat16 if is_narrow else self.dtype
