@@ -192,6 +192,7 @@ def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
         found[f"natural Muon, {placement}"] = partial(natural_muon, placement=placement)
     if reduce is not None:
         found["natural Muon, reduce"] = partial(natural_muon, **reduce)
+        found["natural Muon, reduce, overlap"] = partial(natural_muon, overlap=True, **reduce)
     placements = ("comm-opt", "mem-opt", "reduce-scatter", "background", "dp")
     for factors, chosen in ((10, placements[:2]), (1, placements if wrapper == "ddp" else ("mem-opt", "dp"))):
         name = f"({factors}, {10 * factors})"

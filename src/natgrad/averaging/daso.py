@@ -658,5 +658,9 @@ def _find_preconditioner(optimizer: object, preconditioner: object) -> Precondit
     if isinstance(optimizer, PreconditionedOptimizer):
         fits = preconditioner is None or preconditioner is optimizer.preconditioner
         require(fits, "preconditioner", preconditioner, "left out beside a PreconditionedOptimizer")
+        fits = optimizer.preconditioner._arrivals is None
+        require(
+            fits, "optimizer", "with overlap=True", "one with overlap=False: DASO averages parameters after its step"
+        )
         return optimizer.preconditioner
     return preconditioner if isinstance(preconditioner, Preconditioner) else None

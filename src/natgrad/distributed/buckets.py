@@ -30,9 +30,11 @@ class Slices:
 
     Attributes:
         sizes: The number of elements that each rank owns.
+        padded: Whether slices are as long as the most that a rank owns, so that there is no surplus.
     """
 
     sizes: tuple[int, ...]
+    padded: bool = False
 
     @property
     def total(self) -> int:
@@ -42,7 +44,7 @@ class Slices:
     @cached_property
     def length(self) -> int:
         """The length of a slice, ``ceil(n / P)``. Shorter slices are padded with zeros."""
-        return -(-self.total // len(self.sizes))
+        return max(self.sizes) if self.padded else -(-self.total // len(self.sizes))
 
     @cached_property
     def _runs(self) -> dict[tuple[int, int], tuple[slice, slice]]:

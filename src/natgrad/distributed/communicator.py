@@ -303,16 +303,18 @@ class Communicator:
         *,
         ranks: Sequence[int],
         wire: torch.dtype | None = None,
+        padded: bool = False,
     ) -> Work:
         """Start to send each of some `ranks` the vectors of all of them, of these `sizes`; ``wait()`` returns them.
 
         This reverses `post_to_owners`, without sums. Ranks that own more than an even slice send their surplus to the
-        slices of others, before this returns; then all ranks gather the slices. Owners also use the rounded values, so
+        slices of others, before this returns; then all ranks gather the slices. If `padded`, the slices are as long as
+        the longest vector instead. Owners also use the rounded values, so
         that all ranks have the same bits.
         """
         if len(ranks) == 1:
             return Work(self, kind, owned, finish=lambda: [owned])
-        slices = Slices(tuple(sizes))
+        slices = Slices(tuple(sizes), padded)
         layout = _layout(owned.dtype, wire, slices.length)
         found = self._move_surplus(owned, slices, layout, kind, ranks, to_owners=False)
         row, arrived = (layout.empty(count, owned.device) for count in (1, len(ranks)))

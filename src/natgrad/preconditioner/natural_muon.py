@@ -32,6 +32,7 @@ from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.preconditioner.arguments import check_dense, check_unscripted, unwrap
 from natgrad.preconditioner.coverage import Place, cover, excluded_by, places, tied_to, unfrozen
 from natgrad.preconditioner.explanation import Explanation
+from natgrad.preconditioner.gradients.arrivals import Arrivals
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.preconditioner.membership import Group, decayed
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer, step_unless
@@ -96,6 +97,7 @@ class NaturalMuon(PreconditionedOptimizer):
         accumulation: Literal["mean", "sum"] = "mean",
         scaler: torch.amp.GradScaler | None = None,
         clip_norm: float | None = None,
+        overlap: bool = False,
     ) -> None:
         """Attach hooks to the layers of `model`.
 
@@ -139,6 +141,8 @@ class NaturalMuon(PreconditionedOptimizer):
             accumulation: With K backward passes per step, whether the loss is divided by K ("mean") or not ("sum").
             scaler: The ``GradScaler`` that scales the loss.
             clip_norm: The largest norm of all gradients, which are scaled down to it before anything else. None: any.
+            overlap: With ``gradients="reduce"``, whether matrices that other ranks update may arrive while the next
+                forward pass runs: see `finish`. Not for models that are compiled, whose graphs would break.
 
         Raises:
             ValueError: if an argument is not allowed, or the model has no weight matrix for natural Muon. The model is
@@ -151,7 +155,7 @@ class NaturalMuon(PreconditionedOptimizer):
         require(isinstance(model, nn.Module), "model", type(model).__name__, _WITH_MODEL)
         lr, weight_decay, eps = _numbers(lr=lr, weight_decay=weight_decay, eps=eps)
         check_number("interval", interval, "a number of steps >= 1", minimum=1)
-        _check_options(betas, decay, clip_norm, gradients)
+        _check_options(betas, decay, clip_norm, gradients, overlap)
         _check_patterns(head, heads, adamw, groups)
         root = unwrap(model)
         _check_modules(root)
@@ -204,7 +208,15 @@ class NaturalMuon(PreconditionedOptimizer):
             others = [p for p in model.parameters() if p.requires_grad and id(p) not in covered]
         undecayed = {id(p) for p in others} - decayed(root) if decay == "matrices" else set()
         parts = [[p for p in others if (id(p) in undecayed) == apart] for apart in (False, True)]
-        update = _Update(list(covered.values()), *parts, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
+        update = _Update(
+            list(covered.values()),
+            *parts,
+            arrivals=preconditioner._begin_arrivals(self) if overlap else None,
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=tuple(betas),
+            eps=eps,
+        )
         self._spectral = [one for one in curvature.values() if isinstance(one, Spectral) and one is not head]
         self._momentum, self._decay = float(momentum), decay
         self._reasons = _head_reasons(every, curvature, found, heads) if head == "adamw" else {}
@@ -265,6 +277,20 @@ class NaturalMuon(PreconditionedOptimizer):
         require(len(kinds) == 1, "param_group['params']", f"{len(parameters)} parameters", allowed)
         own = {"momentum": self._momentum} if True in kinds else {}
         super().add_param_group({**own, **param_group, "params": parameters, "spectral": kinds.pop()})
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None, *, count: Count | None = None) -> Any:
+        self.finish()
+        return super().step(closure, count=count)
+
+    def finish(self) -> None:
+        """Wait for the updates of the last step, with ``overlap=True``.
+
+        The model's forward passes, ``state_dict`` and ``load_state_dict`` do it by themselves. Call it before anything
+        else reads or changes parameters, such as a copy of the model or an average of weights.
+        """
+        if self.preconditioner._arrivals is not None:
+            self.preconditioner._arrivals.finish()
 
     @override
     def _precondition(self, count: Count | None) -> None:
@@ -358,13 +384,15 @@ def _check_modules(model: nn.Module) -> None:
     check_dense(model, "model", type(model).__name__, "AdamW, which moves embeddings,")
 
 
-def _check_options(betas: object, decay: object, clip_norm: object, gradients: str) -> None:
+def _check_options(betas: object, decay: object, clip_norm: object, gradients: str, overlap: object) -> None:
     """Check options that only natural Muon has."""
     fits = isinstance(betas, Sequence) and len(betas) == 2 and all(is_number(one) and 0 <= one < 1 for one in betas)
     require(fits, "betas", betas, "two numbers in [0, 1)")
     require_one_of("decay", decay, "all", "matrices")
     allowed = "None with gradients='reduce': the norm of averaged gradients is known too late"
     require(clip_norm is None or gradients == "averaged", "clip_norm", clip_norm, allowed)
+    require(isinstance(overlap, bool), "overlap", overlap, "True or False")
+    require(not overlap or gradients == "reduce", "overlap", overlap, "False, unless gradients='reduce'")
 
 
 def _check_direction(name: str, group: Mapping[str, Any]) -> None:
@@ -397,15 +425,24 @@ class _Update(Optimizer):
 
     Attributes:
         found_inf: As of torch's fused optimizers: 1.0 on the device if the step is to change nothing.
+        arrivals: The updates that arrive later, and move their matrices then. None: all are in ``.grad``.
     """
 
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
+    arrivals: Arrivals | None = None
 
     def __init__(
-        self, matrices: list[nn.Parameter], others: list[nn.Parameter], undecayed: list[nn.Parameter], **options: Any
+        self,
+        matrices: list[nn.Parameter],
+        others: list[nn.Parameter],
+        undecayed: list[nn.Parameter],
+        *,
+        arrivals: Arrivals | None,
+        **options: Any,
     ) -> None:
         """Make a group of each, of the last only if there are any; `options` are those of AdamW."""
+        self.arrivals = arrivals
         defaults = AdamW([*matrices, *others, *undecayed], **options).defaults
         groups: list[Group] = [{"params": matrices, "spectral": True}, {"params": others}]
         if undecayed:
@@ -432,7 +469,11 @@ class _Update(Optimizer):
             for parameter in parameters:  # what loads checkpoints expects a state of each parameter that has moved
                 if parameter not in self.state:
                     self.state[parameter]["step"] = torch.zeros(())
-            torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
+            if self.arrivals is not None and self.arrivals.remain:
+                rate = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
+                self.arrivals.move_by({id(parameter): -rate for parameter in parameters})
+            else:
+                torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
         self._step_others()
         return loss
 

@@ -197,8 +197,10 @@ class PreconditionedOptimizer(Optimizer):
         else:
             unusable = None if known_between(norms) else ~norms.isfinite()
 
+        names = self._membership.names
+
         def name_of(place: int) -> str:
-            return self._membership.names.get(id(parameters[place]), f"parameter {place}")
+            return names.get(id(parameters[place]), f"parameter {place}")
 
         return preconditioner._failures.count_skipped_step(unusable, name_of)
 

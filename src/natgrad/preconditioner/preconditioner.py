@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,11 +44,13 @@ from natgrad.preconditioner.arguments import (
 from natgrad.preconditioner.call_order import CallOrder
 from natgrad.preconditioner.coverage import warn_of_idle, warn_of_lost, warn_of_uncovered
 from natgrad.preconditioner.explanation import Explanation, describe_damping, explain
+from natgrad.preconditioner.gradients.arrivals import Arrivals
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
 from natgrad.preconditioner.gradients.reduction import GradientReduction, check_averages, take_over_reduction
 from natgrad.preconditioner.gradients.scaling import Scaling
-from natgrad.preconditioner.gradients.sharing import share
+from natgrad.preconditioner.gradients.sharing import in_order, share
+from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.membership import Membership
@@ -247,6 +250,7 @@ class Preconditioner:
         first = math.nan if callable(by_kind.damping) else by_kind.damping
         self._progress, self._epochs, self._compared = StepCounters(damping=first), EpochState(), False
         self._reduction: GradientReduction | None = None
+        self._arrivals: Arrivals | None = None  # of an optimizer that moves parameters after its step
         warn_of_idle(root, curvature, structure.coverage)
         warn_of_uncovered(structure.coverage)
         reductions.warn_of_idle(names)
@@ -588,10 +592,18 @@ class Preconditioner:
             computed = precondition(
                 self._structure.groups, damping, self._communicator, shared=shared, skips=self._skips
             )
-            if shared:
-                gradients = share(computed, self._structure.plan, self._communicator, self._failures)
+            gradients: list[GroupGradients] = []
+            if shared and self._arrivals is not None:
+                parts = in_order(computed, [layer for layer, _ in self._structure.coverage.layers])
+                self._arrivals.expect(
+                    share(parts, self._structure.plan, self._communicator, self._failures, padded=True)
+                )
+            elif shared:
+                for entries, finish in share(computed, self._structure.plan, self._communicator, self._failures):
+                    finish()
+                    gradients += entries
             else:
-                gradients = list(computed)
+                gradients += computed
             clear_unusable(gradients, self._failures)
             with profiled("clip"):
                 self._clip.apply(gradients, scale, self._scaling.of_layer)
@@ -681,6 +693,15 @@ class Preconditioner:
 
     # --- The model ----------------------------------------------------------------------------------------------
 
+    def _begin_arrivals(self, optimizer: torch.optim.Optimizer) -> Arrivals:
+        """Let gradients that other ranks have preconditioned arrive after `step`, for an optimizer that waits for them.
+
+        When it is deleted, it has got them all.
+        """
+        self._arrivals = Arrivals(self._structure.root, self._failures)
+        weakref.finalize(optimizer, self._arrivals.close).atexit = False
+        return self._arrivals
+
     def _attach(self) -> None:
         """Attach hooks to the present layers, and begin to capture their statistics."""
         structure, several = self._structure, self._communicator.ranks > 1
@@ -703,6 +724,8 @@ class Preconditioner:
             self._capture.attach(structure.groups, self._empty_sums(), rows)
             layers = [member.layer for group in structure.groups for member in group.members]
             self._hooks.attach(structure.root, layers)
+            if self._arrivals is not None:
+                self._arrivals.observe(structure.root)
         self._failures.forget()
         self._compared = False  # the settings with those of the other ranks
 

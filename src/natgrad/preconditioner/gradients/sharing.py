@@ -11,11 +11,10 @@ from torch import Tensor
 from natgrad.distributed import Communicator, Plan
 from natgrad.distributed.buckets import LEAST_MESSAGES, Slices
 from natgrad.distributed.fsdp import Holders, from_blocks
-from natgrad.layers import Slot
+from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
-from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows, has_shards
+from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows, has_shards, places
 from natgrad.preconditioner.guard.guard import FailureCounters
-from natgrad.state.block_group import LayerBlocks
 
 
 def share(
@@ -23,31 +22,36 @@ def share(
     plan: Plan[str],
     runtime: Communicator,
     failure_counters: FailureCounters,
-) -> list[GroupGradients]:
-    """Send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2); return them.
+    *,
+    padded: bool = False,
+) -> list[tuple[list[GroupGradients], Callable[[], None]]]:
+    """Start to send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2).
 
     Each worker sends V and ⟨V, W⟩ of every block to the other ranks of its row, and for every layer its level and its
     number of failures, so that all ranks decide alike. While `entries` are computed, earlier ones are being sent.
+
+    Returns:
+        For each message its entries, which are complete once the function beside them has been called; if `padded`,
+        that is not collective.
     """
     holders, row = Holders(runtime), plan.row(runtime.rank)
     runtime.subgroup(row)
     least = sum(layer.gradients for layer in plan.layers.values()) // LEAST_MESSAGES
-    found: list[GroupGradients] = []
     bucket: list[GroupGradients] = []
-    posted: list[Callable[[], None]] = []
+    posted: list[tuple[list[GroupGradients], Callable[[], None]]] = []
 
     def post() -> None:
         some = list(bucket)
         if has_shards(some[0].group):
-            posted.append(_share_rows(some, row, runtime, holders, failure_counters))
+            finish = _share_rows(some, row, runtime, holders, failure_counters)
         else:
-            posted.append(_share_whole(some, row, runtime, failure_counters))
+            finish = _share_whole(some, row, runtime, failure_counters, padded=padded)
+        posted.append((some, finish))
         bucket.clear()
 
     for entry in entries:
         if entry.group.role.is_gradient_worker:
             entry.V = entry.V.to(entry.sent).to(entry.dtype)  # as it arrives
-        found.append(entry)
         if bucket and _kind(bucket[0]) != _kind(entry):
             post()
         bucket.append(entry)
@@ -56,9 +60,14 @@ def share(
             post()
     if bucket:
         post()
-    for finish in posted:
-        finish()
-    return found
+    return posted
+
+
+def in_order(entries: Iterable[GroupGradients], layers: Sequence[Layer]) -> list[GroupGradients]:
+    """Return the gradients of each layer apart, in the order of the layers."""
+    places = {layer.key: place for place, layer in enumerate(layers)}
+    parts = (part for entry in entries for part in entry.by_layer())
+    return sorted(parts, key=lambda part: places[part.members[0].layer.key])
 
 
 def _kind(entry: GroupGradients) -> tuple[object, ...]:
@@ -71,6 +80,8 @@ def _share_whole(
     row: Sequence[int],
     runtime: Communicator,
     failure_counters: FailureCounters,
+    *,
+    padded: bool,
 ) -> Callable[[], None]:
     """Start to exchange whole gradients, each followed by its counters; return a function that receives them."""
     entries = {rank: [entry for entry in bucket if entry.group.role.server == rank] for rank in row}
@@ -79,13 +90,14 @@ def _share_whole(
     parts = [part for entry, numbers in own for part in (entry.V.reshape(-1).to(sent), numbers.view(sent))]
     local = torch.cat([torch.empty(0, dtype=sent, device=bucket[0].device), *parts])
     sizes = {rank: [n for entry in entries[rank] for n in (_numel(entry), _counter_count(entry))] for rank in row}
-    work = runtime.post_from_owners(local, [sum(sizes[rank]) for rank in row], "gradients", ranks=row)
+    lengths = [sum(sizes[rank]) for rank in row]
+    work = runtime.post_from_owners(local, lengths, "gradients", ranks=row, padded=padded)
 
     def finish() -> None:
         for rank, vector in zip(row, work.wait(), strict=True):
             pieces = iter(vector.split(sizes[rank]))
             for entry in entries[rank] if rank != runtime.rank else ():
-                shape = entry.group.size, entry.group.outputs, entry.group.inputs
+                shape = entry.size, entry.group.outputs, entry.group.inputs
                 entry.V = next(pieces).view(shape).to(entry.dtype)
                 _receive_counters(entry, _numbers(next(pieces), entry.dtype), failure_counters)
         for entry, numbers in own:
@@ -139,8 +151,7 @@ def _share_rows(
             values = iter(vectors[len(incoming[rank]) :])
             for entry, numbers in zip(incoming[rank], vectors, strict=False):
                 entry.held = [
-                    HeldRows(slot, rows, member.start, next(values).to(entry.dtype))
-                    for member, slot, rows in slots[id(entry)]
+                    HeldRows(slot, rows, block, next(values).to(entry.dtype)) for block, slot, rows in slots[id(entry)]
                 ]
                 _receive_counters(entry, _numbers(numbers, entry.dtype), failure_counters)
         for entry, numbers in zip(workers, own, strict=True):
@@ -149,16 +160,16 @@ def _share_rows(
     return finish
 
 
-def _held_slots(rank: int, entry: GroupGradients, holders: Holders) -> list[tuple[LayerBlocks, Slot, range]]:
-    """Return the rows of the parameters that `rank` holds."""
-    slots = [(member, slot) for member in entry.members for slot in member.layer.slots]
-    return [(member, slot, holders.rows(slot, rank)) for member, slot in slots]
+def _held_slots(rank: int, entry: GroupGradients, holders: Holders) -> list[tuple[int, Slot, range]]:
+    """Return the rows of the parameters that `rank` holds, and the first block of each one's layer in V."""
+    first = [sum(entry.counts[:place]) for place in range(len(entry.members))]
+    slots = [(b, slot) for b, member in zip(first, entry.members, strict=True) for slot in member.layer.slots]
+    return [(block, slot, holders.rows(slot, rank)) for block, slot in slots]
 
 
 def _whole(entry: GroupGradients) -> list[Tensor]:
     """Return V as tensors shaped as the parameters."""
-    slots = [(member, slot) for member in entry.members for slot in member.layer.slots]
-    return [from_blocks(member.layer, slot, entry.V[member.blocks, :, slot.columns]) for member, slot in slots]
+    return [from_blocks(layer, slot, blocks) for layer, slot, blocks in places(entry.members, entry.V)]
 
 
 def _values_for(rank: int, entry: GroupGradients, whole: Sequence[Tensor], holders: Holders) -> list[Tensor]:
@@ -169,12 +180,12 @@ def _values_for(rank: int, entry: GroupGradients, whole: Sequence[Tensor], holde
 
 
 def _numel(entry: GroupGradients) -> int:
-    return entry.group.size * entry.group.outputs * entry.group.inputs
+    return entry.size * entry.group.outputs * entry.group.inputs
 
 
 def _counter_count(entry: GroupGradients) -> int:
     """Return how many numbers of the dtype of a message the counters take: their bits are sent as they are."""
-    return (entry.group.size + 2 * len(entry.group.members)) * entry.dtype.itemsize // entry.sent.itemsize
+    return (entry.size + 2 * len(entry.members)) * entry.dtype.itemsize // entry.sent.itemsize
 
 
 def _numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -186,12 +197,14 @@ def _counters(entry: GroupGradients, failure_counters: FailureCounters) -> Tenso
     """Return ⟨V, W⟩ of each block, and the level and the failures of each layer."""
     assert not isinstance(entry.levels, Tensor)  # this rank is a worker
     levels = tensor_on(entry.device, entry.levels, entry.inner.dtype)
-    return torch.cat([entry.inner, levels, failure_counters.refresh_failures(entry.group).to(entry.inner)])
+    failures = failure_counters.refresh_failures(entry.group, entry.members)
+    return torch.cat([entry.inner, levels, failures.to(entry.inner)])
 
 
 def _receive_counters(entry: GroupGradients, counters: Tensor, failure_counters: FailureCounters) -> None:
     """Apply the counters that a worker sent, also on the worker itself, so that all ranks decide alike."""
-    group, layers = entry.group, len(entry.group.members)
-    entry.inner, entry.levels, failures = counters.split([group.size, layers, layers])
-    repeats = tensor_on(group.device, entry.counts)
-    failure_counters.receive_failures(group, failures.repeat_interleave(repeats, output_size=group.size))
+    layers = len(entry.members)
+    entry.inner, entry.levels, failures = counters.split([entry.size, layers, layers])
+    repeats = tensor_on(entry.device, entry.counts)
+    failures = failures.repeat_interleave(repeats, output_size=entry.size)
+    failure_counters.receive_failures(entry.group, entry.blocks, failures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,11 @@ class GroupGradients:
         self.blocks = self.group.blocks_of(self.members)
 
     @property
+    def size(self) -> int:
+        """The number of blocks, n."""
+        return sum(self.counts)
+
+    @property
     def sent(self) -> torch.dtype:
         """The dtype in which V, and rows of sharded gradients, are sent to other ranks."""
         group = self.group
@@ -74,6 +80,18 @@ class GroupGradients:
         # Filled on the device where all are alike, because copying takes longer.
         return self.inner.new_ones(len(known), dtype=torch.bool) if all(known) else tensor_on(self.device, known)
 
+    def by_layer(self) -> Iterator[GroupGradients]:
+        """Yield the gradients of each layer apart; those of V and `inner` are views."""
+        start = 0
+        for place, (member, count) in enumerate(zip(self.members, self.counts, strict=True)):
+            part, blocks = GroupGradients(self.group, [member]), slice(start, start + count)
+            part.blocks = member.blocks
+            if self.group.role.is_gradient_worker:
+                part.V, part.inner, part.is_fine = self.V[blocks], self.inner[blocks], self.is_fine
+                part.levels = self.levels[place : place + 1]
+            start += count
+            yield part
+
     def gather(self, received: Mapping[int, Tensor]) -> None:
         """Copy the values of ``.grad`` to `W`.
 
@@ -81,7 +99,7 @@ class GroupGradients:
         weight or bias counts as zero.
         """
         group = self.group
-        self.W = torch.empty(sum(self.counts), group.outputs, group.inputs, dtype=self.dtype, device=self.device)
+        self.W = torch.empty(self.size, group.outputs, group.inputs, dtype=self.dtype, device=self.device)
         targets, sources = [], []
         for layer, slot, view in places(self.members, self.W):
             gradient = slot.parameter.grad
@@ -105,6 +123,13 @@ class GroupGradients:
             self.V.mul_(factors[:, None, None])
         for rows in self.held or ():
             rows.values.mul_(factors[rows.block])
+
+    def add_to_parameters(self, factors: Mapping[int, Any]) -> None:
+        """Add V times a factor, by the parameter's ``id``, to parameters that have one and are not sharded."""
+        for layer, slot, view in places(self.members, self.V):
+            if (factor := factors.get(id(slot.parameter))) is not None:
+                target, values = layer.align(slot, slot.parameter, view)
+                torch._foreach_add_([target], [values.to(target.dtype)], alpha=factor)
 
     def write(self) -> None:
         """Copy the values of V to ``.grad``, in place."""

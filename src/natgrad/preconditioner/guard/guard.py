@@ -77,8 +77,8 @@ class FailureCounters:
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
         self._streaks: dict[tuple[str, int], tuple[BlockGroup, Tensor]] = {}
         self._flags: dict[int, tuple[BlockGroup, Tensor]] = {}  # which layers curvature has preconditioned
-        # Layers, and which were stale in the last step.
-        self._stale: dict[int, tuple[list[LayerBlocks], Tensor | list[bool]]] = {}
+        # For each layer, where it stands whether it was stale in the last step.
+        self._stale: dict[str, tuple[Tensor | list[bool], int]] = {}
         self._preconditioned: set[str] = set()
         self._skips: _Skips | None = None
         self._has_warned = False
@@ -119,7 +119,7 @@ class FailureCounters:
         """Count and record the levels ``[m]`` of some layers of a group in this step."""
         if not isinstance(levels, Tensor):
             stale = [level == Level.STALE for level in levels]
-            self._stale[id(group)] = members, stale
+            self._stale.update((member.layer.key, (stale, place)) for place, member in enumerate(members))
             self._preconditioned.update(
                 member.layer.key for member, level in zip(members, levels, strict=True) if level
             )
@@ -132,7 +132,7 @@ class FailureCounters:
         places = slice(None) if whole else tensor_on(levels.device, [group.members.index(one) for one in members])
         self._flags[id(group)][1][places] |= levels >= Level.FRESH
         were_stale = levels == Level.STALE
-        self._stale[id(group)] = members, were_stale
+        self._stale.update((member.layer.key, (were_stale, place)) for place, member in enumerate(members))
         if not known_all(~were_stale):
             self._add("fallbacks/stale", were_stale.sum())
 
@@ -145,9 +145,7 @@ class FailureCounters:
 
     def stale(self) -> set[str]:
         """Return the keys of the layers that an earlier result preconditioned in the last step. Waits."""
-        known = ((m, stale.tolist() if isinstance(stale, Tensor) else stale) for m, stale in self._stale.values())
-        pairs = [pair for members, stale in known for pair in zip(members, stale, strict=True)]
-        return {member.layer.key for member, is_stale in pairs if is_stale}
+        return {key for key, (stale, place) in self._stale.items() if stale[place]}
 
     def skipped_factors(self) -> set[str]:
         """Return the keys of the layers whose last statistics were not finite. Waits."""
@@ -158,19 +156,22 @@ class FailureCounters:
                 found |= {member.layer.key for member in group.members if any(counted[member.blocks])}
         return found
 
-    def refresh_failures(self, group: BlockGroup) -> Tensor:
-        """Return how often in a row the curvature of each layer of a group could not be refreshed ``[M]``."""
+    def refresh_failures(self, group: BlockGroup, members: Sequence[LayerBlocks]) -> Tensor:
+        """Return how often in a row the curvature of each of some layers of a group could not be refreshed ``[m]``."""
         known = [streak for (kind, key), (_, streak) in self._streaks.items() if key == id(group) and _is_refresh(kind)]
         worst = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         for streak in known:
             worst = torch.maximum(worst, streak.to(worst))
-        if not known or len(group.members) == group.size:
-            return worst[: len(group.members)]
-        return torch.stack([worst[member.blocks].amax() for member in group.members])
+        if not known:
+            return worst[: len(members)]
+        return torch.stack([worst[member.blocks].amax() for member in members])
 
-    def receive_failures(self, group: BlockGroup, failures: Tensor) -> None:
-        """Record the `refresh_failures` of each block ``[N]`` that the worker of a group sent."""
-        self._streaks[_CURVATURE, id(group)] = (group, failures)
+    def receive_failures(self, group: BlockGroup, blocks: slice | Tensor, failures: Tensor) -> None:
+        """Record the `refresh_failures` of some blocks ``[n]`` that the worker of a group sent."""
+        key = _CURVATURE, id(group)
+        if key not in self._streaks:
+            self._streaks[key] = group, torch.zeros(group.size, dtype=failures.dtype, device=failures.device)
+        self._streaks[key][1][blocks] = failures
 
     def check(self) -> None:
         """Raise if a layer has failed more often in a row than the guard allows.

@@ -1,0 +1,182 @@
+"""NaturalMuon(overlap=True): updates of other ranks arrive while the next forward pass runs."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+
+
+class Network(nn.Module):
+    """Convolutions, attention whose projections are never called, and matrices at two depths."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv1d(3, 8, 3, padding=1, bias=False), nn.Tanh(), nn.Conv1d(8, 16, 1))
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.body(self.stem(x).mT).mean(1))
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(12, 3, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(4, (12,), generator=generator)
+
+
+class Training:
+    def __init__(self, overlap, *, wrapped=False, dtype=torch.float64, **options):
+        self.model = Network().to(dtype)
+        self.replica = DistributedDataParallel(self.model) if wrapped else self.model
+        given = {"lr": 0.05, "gradients": "reduce", "interval": 2, "weight_decay": 0.01, **options}
+        self.optimizer = natgrad.NaturalMuon(self.replica, overlap=overlap, **given)
+
+    def step(self, step, *, poison=False):
+        x, y = (value[dist.get_rank() :: dist.get_world_size()] for value in batch(step))
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.replica(x.to(next(self.model.parameters()).dtype)), y)
+        (loss * (float("nan") if poison else 1.0)).backward()
+        self.optimizer.step()
+
+    def values(self):
+        """What the parameters are, without waiting."""
+        return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+
+def train(overlap, wrapped, dtype, options):
+    training = Training(overlap, wrapped=wrapped, dtype=dtype, **options)
+    for step in range(8):
+        training.step(step, poison=step == 3 and dist.get_rank() == 1)
+        if step == 4 and not wrapped:
+            training.model.stem[0].requires_grad_(False)
+        if step == 5 and not wrapped:
+            training.model.body.layers[0].linear1 = nn.Linear(16, 32).to(dtype)
+            training.optimizer.param_groups[0]["lr"] = 0.02
+    return training.model.state_dict(), training.optimizer.metrics()["skipped_steps"]
+
+
+@pytest.mark.parametrize(
+    ("count", "wrapped", "dtype", "options"),
+    [
+        (2, True, torch.float64, {}),
+        (3, False, torch.float64, {"placement": "mem-opt"}),
+        (2, False, torch.bfloat16, {"head": "spectral", "groups": {"*.self_attn": 2}}),
+        (4, False, torch.float64, {"placement": "hybrid:0.5", "lr": torch.tensor(0.05)}),
+    ],
+)
+def test_steps_are_those_without_overlap(ranks, count, wrapped, dtype, options):
+    usual = ranks.run(count, train, False, wrapped, dtype, options)
+    for (expected, skipped), (found, also_skipped) in zip(
+        usual, ranks.run(count, train, True, wrapped, dtype, options), strict=True
+    ):
+        assert skipped == also_skipped == 1
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def read(how):
+    """Read the weights in some way after a step; return whether they were old before, and are new afterwards."""
+    usual, training = Training(False), Training(True)
+    for step in range(3):
+        usual.step(step)
+        training.step(step)
+    model, (x, _), expected = training.model, batch(9), usual.values()
+
+    def differing():
+        return {name for name, value in training.values().items() if not torch.equal(value, expected[name])}
+
+    before = differing()
+    if how == "finish":
+        training.optimizer.finish()
+    elif how == "state_dict of a part":
+        model.body.layers[1].state_dict()
+    elif how == "evaluation of a part":
+        with torch.no_grad():
+            model.body.eval()(torch.zeros(2, 5, 16, dtype=torch.float64))
+    elif how == "forward":
+        with torch.no_grad():
+            model(x)
+    elif how == "compiled":
+        torch.compile(model, backend="eager")(x)
+    elif how == "next step":
+        training.optimizer.zero_grad()
+        training.optimizer.step(lambda: model(x).sum().backward())
+        usual.optimizer.zero_grad()
+        usual.optimizer.step(lambda: usual.model(x).sum().backward())
+        training.optimizer.finish()
+        expected = usual.values()
+    elif how == "deletion":
+        optimizer = weakref.ref(training.optimizer)
+        del training.optimizer
+        gc.collect()
+        assert optimizer() is None
+        assert not any(module._forward_pre_hooks for module in model.modules())
+    elif how == "load_state_dict":
+        expected = {name: value + 1 for name, value in expected.items()}
+        model.load_state_dict(expected)
+        model(x)
+    return before, differing()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "finish",
+        "state_dict of a part",
+        "evaluation of a part",
+        "forward",
+        "compiled",
+        "next step",
+        "deletion",
+        "load_state_dict",
+    ],
+)
+def test_who_reads_weights_gets_the_new_ones(ranks, how):
+    for before, after in ranks.run(2, read, how):
+        assert before
+        assert not after
+
+
+def in_parts():
+    """Return the matrices that have not moved yet when the second block begins."""
+    training = Training(True)
+    training.step(0)
+    old, found = training.values(), []
+
+    def look(*_):
+        found.extend(name for name, value in training.values().items() if value.ndim > 1 and value.equal(old[name]))
+
+    training.model.body.layers[1].register_forward_pre_hook(look, prepend=True)
+    training.model(batch(1)[0])
+    return {name for name in found if not name.startswith("head")}  # which AdamW has moved
+
+
+def test_a_block_waits_for_its_own_updates_alone(ranks):
+    for old in ranks.run(2, in_parts):
+        assert old
+        assert all(name.startswith("body.layers.1.") for name in old)
+
+
+def test_what_it_needs(ranks):
+    with pytest.raises(ValueError, match="overlap must be False, unless"):
+        natgrad.NaturalMuon(Network(), overlap=True)
+    (error,) = ranks.run(1, beside_daso)
+    assert "overlap=False" in error
+
+
+def beside_daso():
+    training = Training(True)
+    with pytest.raises(ValueError, match="optimizer") as raised:
+        natgrad.DASO(
+            training.model, training.optimizer, nodes=natgrad.averaging.Nodes([1]), epochs=9, steps_per_epoch=20
+        )
+    return str(raised.value)
