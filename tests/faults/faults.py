@@ -625,6 +625,24 @@ _add(
     ),
 )
 _add(
+    "shards_own_rows",
+    "A worker rounds the rows of a sharded gradient that it receives, but not its own.",
+    "distributed/test_natural_muon.py::test_updates_are_sent_in_the_dtype_of_their_products",
+    ("distributed.fsdp:post_rows", "of(slot, rows).to(dtype)", "of(slot, rows)"),
+)
+_add(
+    "arrivals_of_children",
+    "A module waits for updates of its own parameters alone, and not for those of children that it does not call.",
+    "distributed/test_overlap.py::test_modules_that_are_not_called",
+    ("preconditioner.gradients.arrivals:_used_by", "module.children()", "()"),
+)
+_add(
+    "arrivals_rate",
+    "Updates that arrive after a step are added, not subtracted.",
+    "distributed/test_overlap.py::test_steps_are_those_without_overlap",
+    ("preconditioner.natural_muon:_Update.step", "map(id, parameters), -group", "map(id, parameters), group"),
+)
+_add(
     "pipelined_increments",
     "Factors that leave in a second backward pass are counted with the samples of the first pass once more.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",

@@ -73,6 +73,11 @@ class Slices:
         """Whether no rank sends or receives much of the bucket twice."""
         return max(self.sizes) - self.length <= _MOST_SURPLUS * self.total
 
+    @property
+    def pads_little(self) -> bool:
+        """Whether slices as long as the most that a rank owns are not much longer together than the bucket."""
+        return len(self.sizes) * max(self.sizes) <= (1 + _MOST_SURPLUS) * self.total
+
     def first(self, rank: int) -> slice:
         """Return the position of a rank's first numbers in its slice, and equally among all its numbers."""
         return slice(0, min(self.sizes[rank], self.length))

@@ -308,9 +308,8 @@ class Communicator:
         """Start to send each of some `ranks` the vectors of all of them, of these `sizes`; ``wait()`` returns them.
 
         This reverses `post_to_owners`, without sums. Ranks that own more than an even slice send their surplus to the
-        slices of others, before this returns; then all ranks gather the slices. If `padded`, the slices are as long as
-        the longest vector instead. Owners also use the rounded values, so
-        that all ranks have the same bits.
+        slices of others, before this returns, or all slices are `padded`; then all ranks gather the slices. Owners also
+        use the rounded values, so that all ranks have the same bits.
         """
         if len(ranks) == 1:
             return Work(self, kind, owned, finish=lambda: [owned])

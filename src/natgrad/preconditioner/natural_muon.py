@@ -142,7 +142,8 @@ class NaturalMuon(PreconditionedOptimizer):
             scaler: The ``GradScaler`` that scales the loss.
             clip_norm: The largest norm of all gradients, which are scaled down to it before anything else. None: any.
             overlap: With ``gradients="reduce"``, whether matrices that other ranks update may arrive while the next
-                forward pass runs: see `finish`. Not for models that are compiled, whose graphs would break.
+                forward pass runs, so that ``.grad`` does not hold the update: see `finish`. Not for compiled models,
+                whose graphs would break.
 
         Raises:
             ValueError: if an argument is not allowed, or the model has no weight matrix for natural Muon. The model is
@@ -277,6 +278,21 @@ class NaturalMuon(PreconditionedOptimizer):
         require(len(kinds) == 1, "param_group['params']", f"{len(parameters)} parameters", allowed)
         own = {"momentum": self._momentum} if True in kinds else {}
         super().add_param_group({**own, **param_group, "params": parameters, "spectral": kinds.pop()})
+
+    @override
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        self.finish()  # for the counters of failures
+        return super().state_dict(gather=gather)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.finish()
+        super().load_state_dict(state_dict)
+
+    @override
+    def metrics(self) -> dict[str, float | Tensor]:
+        self.finish()
+        return super().metrics()
 
     @override
     def step(self, closure: Callable[[], Any] | None = None, *, count: Count | None = None) -> Any:
@@ -451,7 +467,7 @@ class _Update(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; `closure` is evaluated first. ``.grad`` of the matrices holds natgrad's update."""
+        """Take a step after the `closure`. ``.grad`` of matrices holds natgrad's update, unless that arrives later."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -470,8 +486,7 @@ class _Update(Optimizer):
                 if parameter not in self.state:
                     self.state[parameter]["step"] = torch.zeros(())
             if self.arrivals is not None and self.arrivals.remain:
-                rate = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
-                self.arrivals.move_by({id(parameter): -rate for parameter in parameters})
+                self.arrivals.move_by(dict.fromkeys(map(id, parameters), -group["lr"]))
             else:
                 torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
         self._step_others()

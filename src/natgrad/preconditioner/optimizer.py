@@ -197,7 +197,7 @@ class PreconditionedOptimizer(Optimizer):
         else:
             unusable = None if known_between(norms) else ~norms.isfinite()
 
-        names = self._membership.names
+        names = self._membership.names  # not `self`, which what keeps the counters would then keep
 
         def name_of(place: int) -> str:
             return names.get(id(parameters[place]), f"parameter {place}")

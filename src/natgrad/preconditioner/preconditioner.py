@@ -104,6 +104,8 @@ class Preconditioner:
         ...     optimizer.step()
     """
 
+    _arrivals: Arrivals | None = None  # of an optimizer that moves parameters after its step
+
     @with_suggestions
     def __init__(
         self,
@@ -250,7 +252,6 @@ class Preconditioner:
         first = math.nan if callable(by_kind.damping) else by_kind.damping
         self._progress, self._epochs, self._compared = StepCounters(damping=first), EpochState(), False
         self._reduction: GradientReduction | None = None
-        self._arrivals: Arrivals | None = None  # of an optimizer that moves parameters after its step
         warn_of_idle(root, curvature, structure.coverage)
         warn_of_uncovered(structure.coverage)
         reductions.warn_of_idle(names)
@@ -595,9 +596,8 @@ class Preconditioner:
             gradients: list[GroupGradients] = []
             if shared and self._arrivals is not None:
                 parts = in_order(computed, [layer for layer, _ in self._structure.coverage.layers])
-                self._arrivals.expect(
-                    share(parts, self._structure.plan, self._communicator, self._failures, padded=True)
-                )
+                sent = share(parts, self._structure.plan, self._communicator, self._failures, padded=True)
+                self._arrivals.expect(self._structure.root, sent, self._failures)
             elif shared:
                 for entries, finish in share(computed, self._structure.plan, self._communicator, self._failures):
                     finish()
@@ -698,7 +698,8 @@ class Preconditioner:
 
         When it is deleted, it has got them all.
         """
-        self._arrivals = Arrivals(self._structure.root, self._failures)
+        self._arrivals = Arrivals()
+        self._arrivals.observe(self._structure.root)
         weakref.finalize(optimizer, self._arrivals.close).atexit = False
         return self._arrivals
 

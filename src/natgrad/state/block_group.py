@@ -227,6 +227,8 @@ class BlockGroup:
         """Return the blocks of some layers, in the order of the group, as an index."""
         if len(members) == len(self.members):
             return slice(None)
+        if len(members) == 1:
+            return members[0].blocks
         return tensor_on(self.device, [block for member in members for block in range(member.start, member.stop)])
 
     def are_ready(self, members: Sequence[LayerBlocks]) -> list[bool]:

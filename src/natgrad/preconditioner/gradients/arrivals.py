@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,27 +21,28 @@ Message = tuple[list[GroupGradients], Callable[[], None]]
 class Arrivals:
     """The updates of the last step that this rank has yet to receive, in the order in which they were sent.
 
-    Before its next forward pass a module waits for the updates of its own parameters and, unless it is an
-    ``nn.Sequential``, for those of its children, which it may use without calling them (``nn.MultiheadAttention``). An
-    evaluation, ``state_dict`` and ``load_state_dict`` of any module wait for all.
+    Before its forward pass a module waits for the updates of its own parameters, and of those that it may use without
+    calling their modules: its children's (``nn.MultiheadAttention``, experts in a list), except in an
+    ``nn.Sequential``. In evaluation it waits for all below it, as fused forward passes use these. ``state_dict`` and
+    ``load_state_dict`` of any module wait for all.
     """
 
-    def __init__(self, root: nn.Module, failures: FailureCounters) -> None:
-        """Register hooks on all modules. They do not keep this object alive: its owner calls `close` at its end."""
-        self._failures = failures
-        self._messages: list[Message] = []
-        self._last: dict[int, int] = {}  # the last message with an update, by the ``id`` of the parameter
+    def __init__(self) -> None:
+        """Expect nothing, without hooks; whoever makes it calls `close` at its end."""
+        self._messages: deque[tuple[Message, list[list[nn.Parameter]]]] = deque()  # with the entries' parameters
         self._received = 0
-        self._factors: dict[int, Any] = {}  # numbers or tensors
+        self._failures: FailureCounters
+        self._factors: dict[int, Any] = {}  # numbers or tensors, by the ``id`` of the parameter
+        # The number of messages that a module waits for in training and in evaluation, by its ``id``.
+        self._waits: dict[int, tuple[int, int]] = {}
         self._handles: list[Handle] = []
-        self.observe(root)
 
     def observe(self, root: nn.Module) -> None:
-        """Register hooks on all present modules, in place of earlier ones."""
+        """Register hooks on all present modules, in place of earlier ones. They do not keep this object alive."""
         remove_all(self._handles)
         before, anything = _Hook(weakref.WeakMethod(self._before)), _Hook(weakref.WeakMethod(self._before_copying))
         for module in root.modules():
-            self._handles.append(module.register_forward_pre_hook(before))
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(anything))
             self._handles.append(module.register_load_state_dict_pre_hook(anything))
 
@@ -56,54 +58,60 @@ class Arrivals:
         """Whether any update has not arrived."""
         return bool(self._messages)
 
-    def expect(self, messages: Sequence[Message]) -> None:
-        """Set the messages that `natgrad.preconditioner.gradients.sharing.share` has begun to send."""
-        self._messages, self._received, self._factors = list(messages), 0, {}
-        self._last = {
-            id(slot.parameter): number
-            for number, (entries, _) in enumerate(self._messages)
-            for entry in entries
-            for member in entry.members
-            for slot in member.layer.slots
+    def expect(self, root: nn.Module, messages: Sequence[Message], failures: FailureCounters) -> None:
+        """Set what `natgrad.preconditioner.gradients.sharing.share` has begun to send of the matrices of `root`."""
+        assert not self._messages
+        self._received, self._factors, self._failures = 0, {}, failures
+        sent: dict[int, int] = {}
+        for number, (entries, finish) in enumerate(messages, 1):
+            # Found now, because a functional call replaces them.
+            parameters = [entry.parameters for entry in entries]
+            self._messages.append(((entries, finish), parameters))
+            sent.update((id(parameter), number) for some in parameters for parameter in some)
+            for entry in entries:
+                failures.expect_failures(entry.group)
+        self._waits = {
+            id(module): (_last(_used_by(module), sent), _last(module.parameters(), sent)) for module in root.modules()
         }
 
     def move_by(self, factors: Mapping[int, Any]) -> None:
         """Set the factors, by the parameter's ``id``, by which arriving updates are added to their parameters."""
         self._factors.update(factors)
 
-    @torch.no_grad()
-    def finish(self, last: int | None = None) -> None:
-        """Wait for the messages up to the number `last`, or for all, and move the parameters."""
-        last = len(self._messages) - 1 if last is None else last
-        while self._received <= last:
-            entries, finish = self._messages[self._received]
-            self._received += 1
-            finish()
-            clear_unusable(entries, self._failures)
-            for entry in entries:
-                entry.add_to_parameters(self._factors)
-        if self._received == len(self._messages):
-            self._messages = []
+    def finish(self, count: int | None = None) -> None:
+        """Wait for the first messages of the step, or for all, and move the parameters."""
+        with torch.inference_mode(False), torch.no_grad():  # what is made now is used in training
+            while self._messages and (count is None or self._received < count):
+                (entries, finish), parameters = self._messages[0]
+                finish()
+                clear_unusable(entries, self._failures)
+                for entry, some in zip(entries, parameters, strict=True):
+                    entry.add_to(some, self._factors)
+                self._messages.popleft()
+                self._received += 1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module) -> None:
         """Wait for what the forward pass of a module uses."""
         if self._messages:
-            self.finish(None if not module.training else self._last_of(module))
+            training, evaluation = self._waits.get(id(module), (None, None))
+            self.finish(training if module.training else evaluation)
 
     def _before_copying(self, module: nn.Module) -> None:
         self.finish()
 
-    def _last_of(self, module: nn.Module) -> int:
-        numbers = (self._last.get(id(parameter), -1) for parameter in _used_by(module))
-        return max(numbers, default=-1)
+
+def _last(parameters: Iterator[nn.Parameter | None], sent: Mapping[int, int]) -> int:
+    """Return the number of the last message with an update of any of the parameters; 0: there is none."""
+    return max((sent.get(id(parameter), 0) for parameter in parameters), default=0)
 
 
 def _used_by(module: nn.Module) -> Iterator[nn.Parameter | None]:
-    """Yield the parameters that the forward of a module may read by itself."""
+    """Yield the parameters that the forward of a module may read without calling another module."""
     yield from module._parameters.values()
-    for child in () if isinstance(module, nn.Sequential) else module.children():
-        yield from child._parameters.values()
+    for child in () if type(module).forward is nn.Sequential.forward else module.children():
+        has_forward = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        yield from child._parameters.values() if has_forward else _used_by(child)
 
 
 class _Hook:

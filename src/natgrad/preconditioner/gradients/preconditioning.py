@@ -95,7 +95,11 @@ def _solve(
     V, step = torch.empty_like(W), max(1, _PIECE * count // W.nbytes)
     for start in range(0, count, step):
         piece = slice(start, min(start + step, count))
-        index = piece if isinstance(blocks, slice) else blocks[piece]
+        if isinstance(blocks, slice):
+            some = range(group.size)[blocks][piece]
+            index: slice | Tensor = slice(some.start, some.stop)
+        else:
+            index = blocks[piece]
         V[piece] = _solve_piece(group, index, W[piece], damping, skips, has_results=has_results)
     return V
 

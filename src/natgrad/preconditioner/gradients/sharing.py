@@ -28,46 +28,47 @@ def share(
     """Start to send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2).
 
     Each worker sends V and ⟨V, W⟩ of every block to the other ranks of its row, and for every layer its level and its
-    number of failures, so that all ranks decide alike. While `entries` are computed, earlier ones are being sent.
+    number of failures, so that all ranks decide alike. While `entries` are computed, earlier ones are being sent. If
+    `padded`, messages are padded where that adds little, rather than evened out while the host waits.
 
     Returns:
-        For each message its entries, which are complete once the function beside them has been called; if `padded`,
-        that is not collective.
+        For each message its entries, which are complete once the function beside them has been called.
     """
     holders, row = Holders(runtime), plan.row(runtime.rank)
     runtime.subgroup(row)
     least = sum(layer.gradients for layer in plan.layers.values()) // LEAST_MESSAGES
-    bucket: list[GroupGradients] = []
+    buckets: dict[tuple[object, ...], list[GroupGradients]] = {}
     posted: list[tuple[list[GroupGradients], Callable[[], None]]] = []
 
-    def post() -> None:
-        some = list(bucket)
-        if has_shards(some[0].group):
-            finish = _share_rows(some, row, runtime, holders, failure_counters)
+    def post(bucket: list[GroupGradients], owned: Slices) -> None:
+        if has_shards(bucket[0].group):
+            finish = _share_rows(bucket, row, runtime, holders, failure_counters)
         else:
-            finish = _share_whole(some, row, runtime, failure_counters, padded=padded)
-        posted.append((some, finish))
-        bucket.clear()
+            pads = padded and owned.pads_little
+            finish = _share_whole(bucket, row, runtime, failure_counters, padded=pads)
+        posted.append((bucket, finish))
+
+    def owned_of(bucket: list[GroupGradients]) -> Slices:
+        return Slices(tuple(sum(_numel(one) for one in bucket if one.group.role.server == rank) for rank in row))
 
     for entry in entries:
         if entry.group.role.is_gradient_worker:
             entry.V = entry.V.to(entry.sent).to(entry.dtype)  # as it arrives
-        if bucket and _kind(bucket[0]) != _kind(entry):
-            post()
+        bucket = buckets.setdefault(_kind(entry), [])
         bucket.append(entry)
-        owned = Slices(tuple(sum(_numel(one) for one in bucket if one.group.role.server == rank) for rank in row))
-        if owned.total >= least and owned.is_nearly_even:
-            post()
-    if bucket:
-        post()
+        owned = owned_of(bucket)
+        if owned.total >= least and (owned.pads_little if padded else owned.is_nearly_even):
+            post(buckets.pop(_kind(entry)), owned)
+    for bucket in buckets.values():
+        post(bucket, owned_of(bucket))
     return posted
 
 
 def in_order(entries: Iterable[GroupGradients], layers: Sequence[Layer]) -> list[GroupGradients]:
     """Return the gradients of each layer apart, in the order of the layers."""
-    places = {layer.key: place for place, layer in enumerate(layers)}
+    order = {layer.key: number for number, layer in enumerate(layers)}
     parts = (part for entry in entries for part in entry.by_layer())
-    return sorted(parts, key=lambda part: places[part.members[0].layer.key])
+    return sorted(parts, key=lambda part: order[part.members[0].layer.key])
 
 
 def _kind(entry: GroupGradients) -> tuple[object, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.distributed.fsdp import gradient_target, held_rows, is_sharded
 from natgrad.layers import Layer, Slot
@@ -59,6 +59,11 @@ class GroupGradients:
         self.blocks = self.group.blocks_of(self.members)
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the layers."""
+        return [slot.parameter for member in self.members for slot in member.layer.slots]
+
+    @property
     def size(self) -> int:
         """The number of blocks, n."""
         return sum(self.counts)
@@ -85,7 +90,6 @@ class GroupGradients:
         start = 0
         for place, (member, count) in enumerate(zip(self.members, self.counts, strict=True)):
             part, blocks = GroupGradients(self.group, [member]), slice(start, start + count)
-            part.blocks = member.blocks
             if self.group.role.is_gradient_worker:
                 part.V, part.inner, part.is_fine = self.V[blocks], self.inner[blocks], self.is_fine
                 part.levels = self.levels[place : place + 1]
@@ -124,12 +128,12 @@ class GroupGradients:
         for rows in self.held or ():
             rows.values.mul_(factors[rows.block])
 
-    def add_to_parameters(self, factors: Mapping[int, Any]) -> None:
-        """Add V times a factor, by the parameter's ``id``, to parameters that have one and are not sharded."""
-        for layer, slot, view in places(self.members, self.V):
-            if (factor := factors.get(id(slot.parameter))) is not None:
-                target, values = layer.align(slot, slot.parameter, view)
-                torch._foreach_add_([target], [values.to(target.dtype)], alpha=factor)
+    def add_to(self, parameters: Sequence[Tensor], factors: Mapping[int, Any]) -> None:
+        """Add V times a factor, by the parameter's ``id``, to those of the layers' `parameters` that have one."""
+        for (layer, slot, view), parameter in zip(places(self.members, self.V), parameters, strict=True):
+            if (factor := factors.get(id(parameter))) is not None:
+                target, values = layer.align(slot, parameter, view)
+                torch._foreach_add_([target], [values.to(target)], alpha=factor)
 
     def write(self) -> None:
         """Copy the values of V to ``.grad``, in place."""

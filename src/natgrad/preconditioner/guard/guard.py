@@ -162,16 +162,19 @@ class FailureCounters:
         worst = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         for streak in known:
             worst = torch.maximum(worst, streak.to(worst))
-        if not known:
+        if not known or len(members) == group.size:
             return worst[: len(members)]
         return torch.stack([worst[member.blocks].amax() for member in members])
 
     def receive_failures(self, group: BlockGroup, blocks: slice | Tensor, failures: Tensor) -> None:
         """Record the `refresh_failures` of some blocks ``[n]`` that the worker of a group sent."""
-        key = _CURVATURE, id(group)
-        if key not in self._streaks:
-            self._streaks[key] = group, torch.zeros(group.size, dtype=failures.dtype, device=failures.device)
-        self._streaks[key][1][blocks] = failures
+        self.expect_failures(group)
+        self._streaks[_CURVATURE, id(group)][1][blocks] = failures
+
+    def expect_failures(self, group: BlockGroup) -> None:
+        """Decide by what the worker of a group sends, also before it arrives."""
+        none = torch.zeros(group.size, dtype=torch.int32, device=group.device)
+        self._streaks.setdefault((_CURVATURE, id(group)), (group, none))
 
     def check(self) -> None:
         """Raise if a layer has failed more often in a row than the guard allows.
