@@ -84,15 +84,15 @@ def test_steps_are_those_without_overlap(ranks, count, wrapped, dtype, options):
 
 
 class Odd(nn.Sequential):
-    """Applies modules that it contains without calling them."""
+    """Calls its first module, and applies others without calling them."""
 
     def __init__(self):
-        super().__init__(nn.Linear(16, 16, bias=False), nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3)))
-        self.called = nn.Linear(16, 16, bias=False)
+        super().__init__(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+        self.more = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
 
     def forward(self, x):
-        weights = [self[0].weight, *(part.weight for part in self[1])]
-        return self.called(x) + sum(torch.nn.functional.linear(x, weight) for weight in weights)
+        weights = [self[1].weight, *(part.weight for part in self.more)]
+        return self[0](x) + sum(torch.nn.functional.linear(x, weight) for weight in weights)
 
 
 def read(how):
