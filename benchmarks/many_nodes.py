@@ -9,8 +9,9 @@ for that many ranks. A step takes ::
     forward + max(backward and factors, messages of gradients) + AdamW + decompositions and messages of their results
         + max(preconditioning, messages of preconditioned gradients)
 
-"comm-opt" sends factors before gradients are preconditioned, "reduce" (``gradients="reduce"``) together with the
-gradients. A message takes the busiest rank's bytes over the rate, and 2 log2(P) latencies.
+"comm-opt" sends factors before gradients are preconditioned, "reduce" (``gradients="reduce"``) natural Muon's
+together with the gradients, and K-FAC's with the results of decompositions. A message takes the busiest rank's bytes
+over the rate, and 2 log2(P) latencies.
 
 Two of the links join devices that are so many times as fast, with more tokens a rank. This holds for products; memory
 and decompositions gain less. Left out are the cuts of messages, congestion, the spread of a refresh over several steps,
@@ -88,7 +89,7 @@ class Method:
     """
 
     optimizer: str
-    placement: str | None = None
+    placement: Placement | None = None
     reduces: bool = False
     factors: float = 1.0
     inverses: float = 1.0
@@ -96,12 +97,17 @@ class Method:
 
 def _methods() -> dict[str, Method]:
     methods = {nodes.ADAMW: Method(optimizer="adamw"), "torch.optim.Muon": Method(optimizer="muon")}
-    for name, placement in (("comm-opt", "comm-opt"), ("reduce", "reduce-scatter")):
-        placed = partial(Method, placement=placement, reduces=name == "reduce")
-        methods[f"natural Muon, {name}"] = placed(optimizer="natural", factors=100.0, inverses=100.0)
+    everywhere = Placement(name="comm-opt")
+    # What "auto" chooses where natgrad averages the gradients.
+    owned, deferred = Placement(name="reduce-scatter"), Placement(name="mem-opt", deferred=True)
+    for name, natural, kfac in (("comm-opt", everywhere, everywhere), ("reduce", owned, deferred)):
+        placed = partial(Method, reduces=name == "reduce")
+        methods[f"natural Muon, {name}"] = placed(optimizer="natural", placement=natural, factors=100.0, inverses=100.0)
         for factors in (10, 1):
             intervals: dict[str, Any] = {"factors": float(factors), "inverses": 10.0 * factors}
-            methods[f"K-FAC ({factors}, {10 * factors}), {name}"] = placed(optimizer="kfac", **intervals)
+            methods[f"K-FAC ({factors}, {10 * factors}), {name}"] = placed(
+                optimizer="kfac", placement=kfac, **intervals
+            )
     return methods
 
 
@@ -191,7 +197,7 @@ def predict(method: Method, work: Work, ranks: int, link: Link) -> float:
     gradients = link.seconds(2 * (ranks - 1) / ranks * work.parameters, ranks)
     if method.placement is None:
         return forward + max(backward, gradients) + work.step[name] / link.speed
-    plan = make_plan(Placement(name=method.placement), work.layers[name], ranks)
+    plan = make_plan(method.placement, work.layers[name], ranks)
     sizes = {moment: _busiest(sent) for moment, sent in plan.exchanges().items()}
     sizes["step"] *= NARROW if name == "natural" else 1
     messages = {moment: link.seconds(size, ranks) for moment, size in sizes.items()}
