@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
+from natgrad.curvature import spectral
 
 
 class Network(nn.Module):
@@ -222,3 +224,35 @@ def beside_daso():
             training.model, training.optimizer, nodes=natgrad.averaging.Nodes([1]), epochs=9, steps_per_epoch=20
         )
     return str(raised.value)
+
+
+def fall_back(overlap):
+    """Let one of several equal layers fail to be refreshed from the second step on; return the counters and the error."""
+    training = Training(
+        overlap, interval=1, refresh=natgrad.Refresh(factors=1, inverses=1), guard=natgrad.Guard(limit=3)
+    )
+    root, counted = spectral.inverse_root, []
+
+    def failing(averages, damping, power):
+        found, succeeded = root(averages, damping, power)
+        is_second = torch.arange(len(succeeded)) == 1
+        return found, succeeded & ~(is_second & (averages.shape[-1] == 16) & (len(counted) > 0))
+
+    with mock.patch.object(spectral, "inverse_root", failing):
+        for step in range(8):
+            try:
+                training.step(step)
+            except natgrad.CurvatureError as error:
+                return counted, str(error)
+            counted.append({name: int(value) for name, value in training.optimizer.metrics().items() if "fall" in name})
+    return counted, None
+
+
+def test_failures_are_counted_alike(ranks):
+    usual, found = (ranks.run(2, fall_back, overlap) for overlap in (False, True))
+    for (expected, error), (counted, same_error) in zip(usual, found, strict=True):
+        assert error == same_error
+        assert "unusable" in error
+        assert expected[-1] == counted[len(expected) - 1]
+        assert expected[-1]["fallbacks/stale"] > 0
+        assert len(counted) - len(expected) <= 1  # the ranks learn of the last failure a step later
