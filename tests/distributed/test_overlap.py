@@ -1,6 +1,7 @@
 """NaturalMuon(overlap=True): updates of other ranks arrive while the next forward pass runs."""
 
 import gc
+import os
 import weakref
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.curvature import spectral
+from natgrad.preconditioner import preconditioner
 
 
 class Network(nn.Module):
@@ -227,7 +229,7 @@ def beside_daso():
 
 
 def fall_back(overlap):
-    """Let one of several equal layers fail to be refreshed from the second step on; return the counters and the error."""
+    """Let one of equal layers fail to be refreshed from the second step on; return the counters and the error."""
     training = Training(
         overlap, interval=1, refresh=natgrad.Refresh(factors=1, inverses=1), guard=natgrad.Guard(limit=3)
     )
@@ -256,3 +258,29 @@ def test_failures_are_counted_alike(ranks):
         assert expected[-1] == counted[len(expected) - 1]
         assert expected[-1]["fallbacks/stale"] > 0
         assert len(counted) - len(expected) <= 1  # the ranks learn of the last failure a step later
+
+
+def lose(rank):
+    """Let a rank stop before it sends its updates; return what the others had done when they learnt of it, and what."""
+    training, done = Training(True), []
+    for step in range(2):
+        training.step(step)
+    if dist.get_rank() == rank:
+        with mock.patch.object(preconditioner, "share", side_effect=lambda *_, **__: os._exit(1)):
+            training.step(2)
+    with pytest.raises(natgrad.NatgradError) as raised:
+        _go_on(training, done)
+    return done, str(raised.value)
+
+
+def _go_on(training, done):
+    training.step(2)
+    done.append("step")
+    training.model(batch(3)[0])
+
+
+def test_a_rank_that_stops(ranks):
+    ((done, message),) = ranks.outlive(2, 1, lose, 1, limit=60).values()
+    assert done == ["step"]
+    assert "rank 0 of 2" in message
+    assert "another rank has probably stopped" in message
