@@ -207,9 +207,9 @@ FIGURES: Mapping[str, Figure] = {
         reference="SGD",
         measure="epochs",
         seeds=1,
-        note="K-FAC is ahead for two thirds of the training (0.146 against 0.090 after 10 of 20 epochs) and ends lower: at "
-        "0.02 and 0.04, where SGD is best, it diverges in the first epochs with this damping, and 0.01 is too small for "
-        "the end. A larger damping was not tried. One seed.",
+        note="K-FAC is ahead for two thirds of the training (0.146 against 0.09 after 10 of 20 epochs) and ends lower: "
+        "at 0.02 and 0.04, where SGD is best, it diverges in the first epochs with this damping, and 0.01 is too small "
+        "for the end. A larger damping was not tried. One seed.",
         hours=2,
     ),
     "osawa-figure-6": Figure(
