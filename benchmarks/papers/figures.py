@@ -134,7 +134,7 @@ FIGURES: Mapping[str, Figure] = {
         measure="metric",
         seeds=1,
         note="Here the inverse form is the better one: at the same γ = 0.03 it adds about √γ to each factor, the eigen "
-        "form γ to their products, which is less. The damping was not searched. At a batch of 64 the eigen form got stuck "
+        "form γ to their products, which is less. The damping was not searched. At a batch of 64 the eigen form stuck "
         "on this seed; on that of the search it has 0.67.",
         hours=0.7,
     ),
