@@ -233,7 +233,7 @@ FIGURES: Mapping[str, Figure] = {
         reference="no approximation",
         measure="metric",
         seeds=1,
-        note="As in the paper neither approximation costs accuracy, here within 64 steps, far from the end of training.",
+        note="As in the paper neither approximation costs accuracy, here in 64 steps, far from the end of training.",
         hours=0.6,
     ),
     "hylo-figure-4": Figure(
