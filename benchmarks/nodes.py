@@ -188,6 +188,7 @@ def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
     reduce: dict[str, Any] | None = {"gradients": "reduce"} if wrapper == "ddp" else None
     if DION:
         found["Dion's Muon"] = dion
+    found["natural Muon"] = natural_muon
     for placement in ("comm-opt", "mem-opt"):
         found[f"natural Muon, {placement}"] = partial(natural_muon, placement=placement)
     if reduce is not None:

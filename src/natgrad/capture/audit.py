@@ -33,10 +33,13 @@ class GradientAudit:
     Some numbers of this row of the last linear layer are compared in the first three steps; without a linear layer
     those of the last bias, whose gradient is the sum of the output gradients. If gradients are averaged over ranks, so
     are the sums. Without either, the gradients of the ranks are compared with each other. The next step warns.
+
+    Attributes:
+        reduces: Whether natgrad averages the gradients after the comparison.
     """
 
     def __init__(self, *, reduces: bool = False, ignores_factors: bool = False) -> None:
-        self._reduces, self._ignores_factors = reduces, ignores_factors
+        self.reduces, self._ignores_factors = reduces, ignores_factors
         self._left, self._has_warned = _FIRST, False
         self._layer: Layer | None = None  # None: only the ranks are compared
         self._slot: Slot | None = None
@@ -85,7 +88,7 @@ class GradientAudit:
 
         Only inner products are computed here. `report` reads them one step later, so that the host does not wait.
         """
-        layer, slot, averages = self._layer, self._slot, runtime.ranks > 1 and not self._reduces
+        layer, slot, averages = self._layer, self._slot, runtime.ranks > 1 and not self.reduces
         if self._left == 0 or slot is None or (layer is None and (not averages or is_sharded(slot.parameter))):
             return  # sharded gradients, also of a model that was sharded later, are no copies of each other
         self._left -= 1
@@ -137,7 +140,7 @@ class GradientAudit:
     def _causes(self) -> str:
         averaged = "nothing averages gradients over the ranks (wrap the model, pass gradients='reduce', or under DASO "
         averaged += "call daso.average_gradients() first)"
-        if self._reduces:
+        if self.reduces:
             averaged = "they are averaged over the ranks already (pass gradients='averaged')"
         return (
             "Possible causes: a GradScaler without scaler=; the wrong accumulation=; gradients clipped before step() "

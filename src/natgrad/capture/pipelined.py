@@ -11,22 +11,19 @@ Without DDP's hook (FSDP2, a communication hook of the user, no wrapper) all buc
 ``step``.
 """
 
-# Annotations are not strings, because DDP compares those of its hook with types.
+from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from typing_extensions import override
 
 from natgrad.capture.sums import Bucket, SampleCount, Shares, StatisticsBuffer
 from natgrad.distributed import Communicator, narrower
 from natgrad.distributed.buckets import LEAST_MESSAGES
-from natgrad.distributed.ddp import find_replica
+from natgrad.distributed.ddp import Listener, find_replica, relay_of
 from natgrad.errors import NatgradError
 from natgrad.refresh.rule import Side
 from natgrad.specs import Statistic
@@ -185,25 +182,6 @@ class BucketedStatistics(StatisticsBuffer):
         self._received.clear()
 
 
-# --- The hook of DDP ------------------------------------------------------------------------------------------------
-
-Listener = Callable[[GradBucket], None]
-
-
-class _Relay:
-    """The state of the communication hook: the process group and the listener. Copies have no group and listener."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.listener: weakref.WeakMethod[Listener] | None = None
-
-    def __reduce__(self) -> tuple[type["_Relay"], tuple[None]]:
-        return _Relay, (None,)
-
-
-_relays: weakref.WeakKeyDictionary[nn.Module, _Relay] = weakref.WeakKeyDictionary()
-
-
 def listen(model: nn.Module, listener: Listener) -> None:
     """Call `listener`, a bound method that is held weakly, with each bucket that DDP has started to reduce.
 
@@ -212,19 +190,7 @@ def listen(model: nn.Module, listener: Listener) -> None:
     replica = find_replica(model)
     if replica is None:
         return
-    if replica not in _relays:
-        relay = _Relay(replica.process_group)
-        try:
-            replica.register_comm_hook(relay, _reduce)
-        except RuntimeError:  # there is a hook already
-            return
-        _relays[replica] = relay
-    _relays[replica].listener = weakref.WeakMethod(listener)
-
-
-def _reduce(relay: _Relay, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future = allreduce_hook(relay.group, bucket)  # type: ignore[arg-type]  # None: all ranks
-    listener = None if relay.listener is None else relay.listener()
-    if listener is not None:
-        listener(bucket)
-    return future
+    try:
+        relay_of(replica).listener = weakref.WeakMethod(listener)
+    except RuntimeError:  # there is a hook already
+        return

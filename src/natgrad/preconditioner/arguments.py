@@ -45,8 +45,8 @@ def check_arguments(model: object, optimizer: object, arguments: Mapping[str, An
         require(optimizer is not None, "kl_clip", kl_clip, allowed)
     _check_reductions(Reductions(arguments["reduction"]), arguments["curvature"])
     resolve(arguments["placement"])
-    require_one_of("gradients", arguments["gradients"], "averaged", "reduce")
-    fits = not sharded or arguments["gradients"] == "averaged"
+    require_one_of("gradients", arguments["gradients"], "averaged", "reduce", "auto")
+    fits = not sharded or arguments["gradients"] != "reduce"
     require(fits, "gradients", arguments["gradients"], "'averaged' under FSDP2, which reduces them")
     require_one_of("accumulation", arguments["accumulation"], "mean", "sum")
     resolve_precision(arguments["precision"])

@@ -93,7 +93,7 @@ class NaturalMuon(PreconditionedOptimizer):
         process_group: dist.ProcessGroup | None = None,
         mesh: Any = None,
         guard: Guard | None = None,
-        gradients: Literal["averaged", "reduce"] = "averaged",
+        gradients: Literal["auto", "averaged", "reduce"] = "auto",
         accumulation: Literal["mean", "sum"] = "mean",
         scaler: torch.amp.GradScaler | None = None,
         clip_norm: float | None = None,
@@ -137,7 +137,12 @@ class NaturalMuon(PreconditionedOptimizer):
             process_group: The ranks, if the model has no wrapper that determines them.
             mesh: A one-dimensional ``DeviceMesh`` instead of `process_group`, or the mesh of FSDP2.
             guard: How natgrad reacts to numerical failures.
-            gradients: "averaged", or "reduce": natgrad averages gradients itself.
+            gradients: "averaged": ``.grad`` is averaged over the ranks already, by a wrapper. "reduce": natgrad
+                averages it. "auto" is "averaged", except in ``DistributedDataParallel`` on several nodes (more ranks
+                than ``LOCAL_WORLD_SIZE``, which torchrun sets): if nothing changes ``.grad`` between the backward pass
+                and `step` in the first two steps, natgrad then averages as DDP does, but sends each gradient to one
+                rank only. Until `step` ``.grad`` is then that of this rank's samples. Not with `scaler`, `clip_norm`, a
+                `placement` or a communication hook of your own.
             accumulation: With K backward passes per step, whether the loss is divided by K ("mean") or not ("sum").
             scaler: The ``GradScaler`` that scales the loss.
             clip_norm: The largest norm of all gradients, which are scaled down to it before anything else. None: any.
@@ -196,7 +201,7 @@ class NaturalMuon(PreconditionedOptimizer):
             process_group=process_group,
             mesh=mesh,
             guard=guard,
-            gradients=gradients,
+            gradients="averaged" if gradients == "auto" and clip_norm is not None else gradients,
             accumulation=accumulation,
             scaler=scaler,
         )
@@ -406,7 +411,7 @@ def _check_options(betas: object, decay: object, clip_norm: object, gradients: s
     require(fits, "betas", betas, "two numbers in [0, 1)")
     require_one_of("decay", decay, "all", "matrices")
     allowed = "None with gradients='reduce': the norm of averaged gradients is known too late"
-    require(clip_norm is None or gradients == "averaged", "clip_norm", clip_norm, allowed)
+    require(clip_norm is None or gradients != "reduce", "clip_norm", clip_norm, allowed)
     require(isinstance(overlap, bool), "overlap", overlap, "True or False")
     require(not overlap or gradients == "reduce", "overlap", overlap, "False, unless gradients='reduce'")
 

@@ -47,7 +47,12 @@ from natgrad.preconditioner.explanation import Explanation, describe_damping, ex
 from natgrad.preconditioner.gradients.arrivals import Arrivals
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
-from natgrad.preconditioner.gradients.reduction import GradientReduction, check_averages, take_over_reduction
+from natgrad.preconditioner.gradients.reduction import (
+    GradientReduction,
+    check_averages,
+    check_hook,
+    resolve_gradients,
+)
 from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.gradients.sharing import in_order, share
 from natgrad.preconditioner.gradients.stacked import GroupGradients
@@ -122,7 +127,7 @@ class Preconditioner:
         process_group: dist.ProcessGroup | None = None,
         mesh: Any = None,
         guard: Guard | None = None,
-        gradients: Literal["averaged", "reduce"] = "averaged",
+        gradients: Literal["averaged", "reduce", "auto"] = "averaged",
         accumulation: Literal["mean", "sum"] = "mean",
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
@@ -182,7 +187,8 @@ class Preconditioner:
                 "reduce": natgrad averages it, weighted by samples, and replaces the communication hook of
                 ``DistributedDataParallel``. If a layer has one worker, its gradient is sent to that rank only, during
                 the backward pass, and comes back preconditioned: as many bytes in total as without natgrad. Until then
-                ``.grad`` is that of this rank's samples, and changes through ``.grad.data`` are not noticed.
+                ``.grad`` is that of this rank's samples, and changes through ``.grad.data`` are not noticed. "auto": as
+                of `natgrad.NaturalMuon`.
             accumulation: With K backward passes per step, whether the loss is divided by K ("mean") or not ("sum").
             scaler: The ``GradScaler`` that scales the loss.
             seed: Seed of the labels drawn for the sampled Fisher. Each rank draws different labels.
@@ -207,14 +213,15 @@ class Preconditioner:
         """Build everything for the present process group and shards."""
         arguments, curvature = self._arguments, self.curvature
         damping, guard, reduction = arguments["damping"], arguments["guard"], arguments["reduction"]
-        gradients, accumulation, scaler = (arguments[name] for name in ("gradients", "accumulation", "scaler"))
+        accumulation, scaler = (arguments[name] for name in ("accumulation", "scaler"))
         refresh = Refresh() if arguments["refresh"] is None else resolve_refresh(arguments["refresh"])
         precision = resolve_precision(arguments["precision"])
         root, rule = unwrap(model), resolve(arguments["placement"])
         chosen = default_damping(curvature) if damping is None else damping
         by_kind = chosen if isinstance(chosen, ByKind) else ByKind(chosen)
         runtime = Communicator(resolve_group(model, arguments["process_group"], arguments["mesh"]))
-        if gradients == "reduce" and runtime.ranks > 1:
+        gradients, watch = resolve_gradients(model, runtime.ranks, rule, arguments)
+        if (gradients == "reduce" or watch is not None) and runtime.ranks > 1:
             check_dense(root, "model", type(root).__name__, "gradients='reduce'")
         structure = Structure(
             root,
@@ -225,7 +232,7 @@ class Preconditioner:
             ranks=runtime.ranks,
             refresh=refresh,
             factor=by_kind.factor,
-            reduces=gradients == "reduce" and runtime.ranks > 1,
+            reduces=(gradients == "reduce" or watch is not None) and runtime.ranks > 1,
         )
         covered = structure.coverage.layers
         names = [layer.name for layer, _ in covered]
@@ -252,13 +259,14 @@ class Preconditioner:
         first = math.nan if callable(by_kind.damping) else by_kind.damping
         self._progress, self._epochs, self._compared = StepCounters(damping=first), EpochState(), False
         self._reduction: GradientReduction | None = None
+        self._watch = watch
         warn_of_idle(root, curvature, structure.coverage)
         warn_of_uncovered(structure.coverage)
         reductions.warn_of_idle(names)
         # Last, because the user may turn the warning into an error.
         check_reduction(model, runtime, gradients)
         if reduces:
-            take_over_reduction(model)
+            check_hook(model)
         elif runtime.ranks > 1:
             check_averages(model)
         self._listen()
@@ -365,6 +373,8 @@ class Preconditioner:
         self._precondition(damping, scale)
 
         progress.step += 1
+        if self._watch is not None:
+            self._scaling.reduces = self._capture.audit.reduces = not self._watch.averaged
         self._expect_count(count)
         self._choose_statistics()
         self._inspection.report()
@@ -396,7 +406,8 @@ class Preconditioner:
         """Remove all hooks from the model permanently, for example before ``torch.jit.script``.
 
         Deleting this object does the same. Afterwards `step` raises a `natgrad.NatgradError`; `state_dict` still works.
-        The communication hooks of ``gradients="reduce"`` and "pipelined" remain, because torch cannot remove them.
+        The communication hooks of ``gradients="reduce"`` and "pipelined" remain, because torch cannot remove them, and
+        average.
         """
         self.call_order.detach()
         self._hooks.detach(self._structure.root)
@@ -710,7 +721,7 @@ class Preconditioner:
         if self._reduction is not None:
             self._reduction.close()
             group = self._reduction.group
-        if self._scaling.reduces:
+        if self._scaling.reduces or self._watch is not None:
             plan = structure.plan
             self._reduction = GradientReduction(
                 self._model,
@@ -719,6 +730,7 @@ class Preconditioner:
                 chunk=plan.placement.bucket,
                 posted=self._capture.send_sums,
                 group=group,
+                watch=self._watch,
             )
         if not self._detached:
             rows = RowBuffer(structure.gathered, structure.precision.wire if several else None)
@@ -966,7 +978,9 @@ class Preconditioner:
             if self._reduction is not None:
                 self._reduction.paused = True
             with extra_passes(root), deterministic(root):
-                with self._another(self._model, optimizer=self.optimizer, placement=self.plan.placement) as other:
+                gradients = "reduce" if scaling.reduces else "averaged"
+                options = {"placement": self.plan.placement, "gradients": gradients}
+                with self._another(self._model, optimizer=self.optimizer, **options) as other:
                     differentiate(self._model, batch, loss_fn)
                     samples = float(other._capture.number(None))
                     other.step()
