@@ -127,7 +127,8 @@ def given_back(detaches):
             for step in range(4):
                 training.step(step)
         if detaches:
-            training.optimizer.preconditioner.detach()
+            former = training.optimizer  # alive
+            former.preconditioner.detach()
         training.optimizer = torch.optim.SGD(training.replica.parameters(), lr=0.1)
         assert training.step(4)
         training.optimizer = natgrad.NaturalMuon(training.replica, gradients="averaged")

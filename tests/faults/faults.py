@@ -530,6 +530,22 @@ _add(
     ),
 )
 _add(
+    "taken_over_clipped",
+    "Natural Muon takes over DDP's averages although gradients are clipped between the passes and the step.",
+    "distributed/test_auto_gradients.py::test_ddp_averages_where_its_averages_are_needed",
+    (
+        "preconditioner.gradients.reduction:GradientReduction._decide",
+        "any(map(self._is_changed, self._trained))",
+        "False",
+    ),
+)
+_add(
+    "never_given_back",
+    "After natural Muon is gone or detached, DDP does not average for the next optimizer.",
+    "distributed/test_auto_gradients.py::test_another_optimizer_gets_averages",
+    ("distributed.ddp:resume_averaging", "relay.averages_elsewhere.discard(averager)", "pass"),
+)
+_add(
     "early_factors",
     "Factors that a pass has sent are used although it was not the last one.",
     "distributed/test_reduced_gradients.py::test_what_happens_after_gradients_were_sent_counts",
