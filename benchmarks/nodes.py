@@ -195,7 +195,10 @@ def contenders(wrapper: Wrapper) -> dict[str, Callable[[Wrapper], Training]]:
         found["natural Muon, reduce"] = partial(natural_muon, **reduce)
         found["natural Muon, reduce, overlap"] = partial(natural_muon, overlap=True, **reduce)
     placements = ("comm-opt", "mem-opt", "reduce-scatter", "background", "dp")
-    for factors, chosen in ((10, placements[:2]), (1, placements if wrapper == "ddp" else ("mem-opt", "dp"))):
+    rare, often = (
+        (placements[:2], placements) if wrapper == "ddp" else (placements[:3], ("mem-opt", placements[2], "dp"))
+    )
+    for factors, chosen in ((10, rare), (1, often)):
         name = f"({factors}, {10 * factors})"
         for placement in chosen:
             found[f"K-FAC {name}, {placement}"] = partial(kfac, factors=factors, placement=placement)

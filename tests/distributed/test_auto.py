@@ -1,7 +1,10 @@
 """Placement "auto" on real ranks: the same choice everywhere, once, and training as by one process."""
 
 import pytest
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import natgrad
 from tests.distributed.jobs import (
@@ -47,6 +50,18 @@ def test_where_natgrad_averages_gradients_each_layer_has_one_worker(ranks):
     less = ranks.run(2, reduce, 1, plans[0].most_held - 1)
     assert [str(plan.placement) for plan in less] == ["reduce-scatter"] * 2
     assert "because 'mem-opt, deferred' would hold" in less[0].note
+
+
+def shard(mesh, deferred=None):
+    model, names = wide(), ("node", "local")[-len(mesh) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    return str(natgrad.Preconditioner(model, placement=natgrad.Placement(deferred=deferred)).plan.placement)
+
+
+def test_under_fsdp2_each_layer_has_one_worker(ranks):
+    assert ranks.run(2, shard, (2,)) == ["reduce-scatter"] * 2
+    assert ranks.run(2, shard, (2,), True) == ["mem-opt, deferred"] * 2
+    assert ranks.run(4, shard, (2, 2)) == ["comm-opt"] * 4  # gathered inside a node
 
 
 def test_too_little_memory_names_the_least_that_would_do(ranks):

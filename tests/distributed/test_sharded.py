@@ -101,7 +101,7 @@ def test_sharded_compute_in_another_dtype(ranks, wrapper, reshard, output):
     policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float64, "output_dtype": output}
     case = Case(wrapper=wrapper, policy=policy, sharding={"reshard_after_forward": reshard})
     assert_equal_to_one_process(ranks, 2, case, tolerance=1e-5)
-    wide = ranks.run(2, dtypes_and_messages, Case(wrapper="ddp"))
+    wide = ranks.run(2, dtypes_and_messages, Case(wrapper="ddp", options={"placement": "reduce-scatter"}))
     for (dtypes, sent), (_, expected) in zip(ranks.run(2, dtypes_and_messages, case), wide, strict=True):
         assert dtypes == {torch.float64}
         assert sent == expected  # the sums were float64 too

@@ -196,7 +196,7 @@ def traffic(case, bound=None):
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("count", "mesh"), [(1, (1,)), (2, (2,)), (4, (4,)), (4, (2, 2))])
 def test_each_rank_sends_its_shard_to_the_others_of_its_shard_group(ranks, count, mesh):
-    shards, results = mesh[-1], ranks.run(count, traffic, Case(mesh=mesh))
+    shards, results = mesh[-1], ranks.run(count, traffic, Case(mesh=mesh, options={"placement": "comm-opt"}))
     for sent, own, _ in results:
         assert sent["gradients"] == len(STEPS) * (shards - 1) * own * BYTES
     for (sent, _, _), plain in zip(results, ranks.run(count, traffic_of_data_parallelism), strict=True):

@@ -31,9 +31,9 @@ class Placement:
       "mem-opt". Without `memory`, the curvature of a rank may take a quarter of the memory of its device, or on the
       host a quarter of the machine's memory divided by the number of ranks. Curvatures that need "comm-opt" (EKFAC),
       or whose size depends on the batch (SNGD, HyLo), use "comm-opt". Where natgrad averages the gradients
-      (``gradients="reduce"``), no message is longer for having one worker. Others use "mem-opt" there, `deferred`, if
-      its curvature fits and factors are due more than twice as often as decompositions at first, else
-      "reduce-scatter". The choice is made once, at construction.
+      (``gradients="reduce"``), or FSDP2 shards them (not HSDP), no message is longer for having one worker: others use
+      "reduce-scatter" there, but with "reduce" "mem-opt", `deferred`, if its curvature fits and factors are due more
+      than twice as often as decompositions at first. The choice is made once, at construction.
 
     Attributes:
         name: One of the names above, one registered with `natgrad.register_placement`, or a `natgrad.PlacementRule`.

@@ -13,7 +13,7 @@ from torch import nn
 from natgrad.curvature import Curvature, Curvatures
 from natgrad.curvature.base import computed_for, declarations, gathered, statistics_of, summed
 from natgrad.distributed import Assignment, LayerDemand, Placement, Plan, make_plan
-from natgrad.distributed.fsdp import is_sharded, managed, reshard
+from natgrad.distributed.fsdp import find_mesh, is_sharded, managed, reshard
 from natgrad.errors import require
 from natgrad.layers import Layer, Slot
 from natgrad.linalg.device import memory_of, on_host
@@ -111,9 +111,10 @@ class Structure:
         works = {layer.key: demand_of(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
         # Layers that remain keep their workers, because other ranks may not have their curvature, and "auto" chooses
         # once. It chooses comm-opt for curvatures that read computed tensors or gather rows, otherwise one worker a
-        # layer where natgrad averages the gradients.
-        placement, factor_refreshes = self._placement, 10.0
-        owns = placement.name == "auto" and self._reduces
+        # layer where natgrad averages the gradients, or where they would be gathered on all ranks (FSDP2, not HSDP).
+        placement, factor_refreshes, mesh = self._placement, 10.0, find_mesh(self.root)
+        is_split = mesh is not None and mesh.ndim == 1 and self._ranks > 1
+        owns = placement.name == "auto" and (self._reduces or is_split)
         if self._refresh is not None and (owns or placement.positions is not None):
             self._refresh.check(0)
             factor_refreshes = self._refresh.inverse_interval(0) / self._refresh.factor_interval(0)
@@ -126,7 +127,7 @@ class Structure:
             placement = replace(placement, name="comm-opt")
         elif owns:
             # Averages are sent to all ranks, sums to the worker alone: in half the bytes.
-            saves = factor_refreshes > 2 and any(work.can_wait for work in works.values())
+            saves = self._reduces and factor_refreshes > 2 and any(work.can_wait for work in works.values())
             if placement.deferred or (placement.deferred is None and saves):
                 choices.append(replace(placement, name="mem-opt", deferred=True))
             if not placement.deferred:
