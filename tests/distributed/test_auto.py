@@ -1,7 +1,6 @@
 """Placement "auto" on real ranks: the same choice everywhere, once, and training as by one process."""
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
