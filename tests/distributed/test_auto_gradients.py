@@ -57,6 +57,12 @@ def is_equal(model):
     return bool(torch.isclose(mean / dist.get_world_size(), gradients, rtol=1e-9, atol=1e-12).all())
 
 
+def clip_data(model):
+    """Change gradients without a change of their versions."""
+    for parameter in model.parameters():
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
 def clip(model):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
@@ -65,6 +71,7 @@ def taken_over(options):
     with nodes():
         own, averaged = Training(**options), Training(gradients="averaged", **options)
         assert [own.step(step) for step in range(STEPS)] == [True, True] + [False] * (STEPS - 2)
+    assert own.optimizer.preconditioner._reduction.has_sent  # in the backward pass
     assert all(averaged.step(step) for step in range(STEPS))
     torch.testing.assert_close(own.values(), averaged.values(), rtol=1e-9, atol=1e-9)
 
@@ -73,7 +80,9 @@ def taken_over(options):
     ("count", "options"),
     [
         (2, {}),
+        (2, {"interval": 100}),
         (3, {"parts": 2}),
+        (2, {"parts": 2, "interval": 100}),
         (2, {"wrapper": {"find_unused_parameters": True, "gradient_as_bucket_view": True}}),
         (2, {"wrapper": {"static_graph": True}}),
     ],
@@ -98,8 +107,9 @@ def needs_averages(size, options, prepare, change):
         (1, {"placement": "comm-opt"}, False, None),
         (1, {}, True, None),
         (1, {}, False, clip),
+        (1, {}, False, clip_data),
     ],
-    ids=["one node", "clip_norm", "placement", "hook", "clipped"],
+    ids=["one node", "clip_norm", "placement", "hook", "clipped", "clipped data"],
 )
 def test_ddp_averages_where_its_averages_are_needed(ranks, size, options, prepare, change):
     ranks.run(2, needs_averages, size, options, prepare, change)
@@ -140,6 +150,57 @@ def given_back(detaches):
 @pytest.mark.parametrize("detaches", [False, True])
 def test_another_optimizer_gets_averages(ranks, detaches):
     ranks.run(2, given_back, detaches)
+
+
+def made_twice():
+    with nodes():
+        training = Training()
+        for step in range(4):
+            training.step(step)
+        former = training.optimizer  # alive, as in a notebook
+        training.optimizer = natgrad.NaturalMuon(training.replica)
+        assert former is not training.optimizer
+        assert [training.step(step) for step in range(4, 8)] == [True, True, False, False]
+
+
+def test_a_second_optimizer_starts_with_averages(ranks):
+    ranks.run(2, made_twice)
+
+
+def scaled():
+    with nodes():
+        training = Training()
+        for step in range(3):
+            training.step(step)
+        scaler = training.optimizer.preconditioner.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        x, y = (value[dist.get_rank() :: 2] for value in batch(3))
+        training.optimizer.zero_grad()
+        scaler.scale(cross_entropy(training.replica(x), y)).backward()
+        scaler.unscale_(training.optimizer)
+        assert is_equal(training.model)
+        scaler.step(training.optimizer)
+
+
+def test_a_scaler_that_is_set_later_gets_averages(ranks):
+    ranks.run(2, scaled)
+
+
+def more_passes():
+    """Extra passes and left-out steps change no gradient."""
+    with nodes():
+        training, averaged = Training(), Training(gradients="averaged")
+        for one in (training, averaged):
+            for step in range(8):
+                one.parts = 2 if step == 4 else 1
+                if step == 6:
+                    one.replica(batch(step)[0]).sum().backward()
+                one.step(step)
+        assert training.optimizer.preconditioner._scaling.reduces
+    torch.testing.assert_close(training.values(), averaged.values(), rtol=1e-9, atol=1e-9)
+
+
+def test_extra_passes_are_no_change(ranks):
+    ranks.run(2, more_passes)
 
 
 def resumed():

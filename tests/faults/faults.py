@@ -534,8 +534,8 @@ _add(
     "Natural Muon takes over DDP's averages although gradients are clipped between the passes and the step.",
     "distributed/test_auto_gradients.py::test_ddp_averages_where_its_averages_are_needed",
     (
-        "preconditioner.gradients.reduction:GradientReduction._decide",
-        "any(map(self._is_changed, self._trained))",
+        "preconditioner.gradients.trial:Trial.judge",
+        "runtime.any_on_host(not is_equal)",
         "False",
     ),
 )
@@ -543,7 +543,11 @@ _add(
     "never_given_back",
     "After natural Muon is gone or detached, DDP does not average for the next optimizer.",
     "distributed/test_auto_gradients.py::test_another_optimizer_gets_averages",
-    ("distributed.ddp:resume_averaging", "relay.averages_elsewhere.discard(averager)", "pass"),
+    (
+        "preconditioner.gradients.reduction:GradientReduction.detach",
+        "averagers_of(self._model).discard(self)",
+        "pass",
+    ),
 )
 _add(
     "early_factors",

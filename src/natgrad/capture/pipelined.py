@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from typing_extensions import override
 from natgrad.capture.sums import Bucket, SampleCount, Shares, StatisticsBuffer
 from natgrad.distributed import Communicator, narrower
 from natgrad.distributed.buckets import LEAST_MESSAGES
-from natgrad.distributed.ddp import Listener, find_replica, relay_of
+from natgrad.distributed.ddp import Listener, relay_of
 from natgrad.errors import NatgradError
 from natgrad.refresh.rule import Side
 from natgrad.specs import Statistic
@@ -187,10 +188,7 @@ def listen(model: nn.Module, listener: Listener) -> None:
 
     It replaces an earlier listener. Does nothing if `model` is not wrapped in DDP or has another communication hook.
     """
-    replica = find_replica(model)
-    if replica is None:
-        return
-    try:
-        relay_of(replica).listener = weakref.WeakMethod(listener)
-    except RuntimeError:  # there is a hook already
-        return
+    with suppress(RuntimeError):  # there is a hook already
+        relay = relay_of(model)
+        if relay is not None:
+            relay.listener = weakref.WeakMethod(listener)

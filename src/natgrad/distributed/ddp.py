@@ -26,25 +26,25 @@ def find_replica(model: nn.Module) -> DistributedDataParallel | None:
 
 
 class Relay:
-    """natgrad's communication hook of one ``DistributedDataParallel``. Copies average, and report to nobody.
+    """natgrad's communication hook of one ``DistributedDataParallel``. Copies average, and have no listener.
 
     Attributes:
-        averages_elsewhere: Those that average the gradients themselves; while there are any, DDP does not.
+        averagers: What averages the gradients in place of DDP, which does it only while there are none.
         listener: A method that is called with each bucket that DDP has started to reduce.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Average over a process group."""
         self._group = group
-        self.averages_elsewhere: weakref.WeakSet[object] = weakref.WeakSet()
+        self.averagers: weakref.WeakSet[object] = weakref.WeakSet()
         self.listener: weakref.WeakMethod[Listener] | None = None
 
     def __reduce__(self) -> tuple[type["Relay"], tuple[None]]:
         return Relay, (None,)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket, or leave it to others."""
-        if len(self.averages_elsewhere):
+        """Average a bucket, unless another averages its gradients."""
+        if len(self.averagers):
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future
@@ -58,47 +58,24 @@ class Relay:
 _relays: weakref.WeakKeyDictionary[nn.Module, Relay] = weakref.WeakKeyDictionary()
 
 
-def relay_of(replica: DistributedDataParallel) -> Relay:
-    """Return the relay of a wrapper, after registering it if it has none.
+def relay_of(model: nn.Module) -> Relay | None:
+    """Return the relay of a model's wrapper, after registering it if there is none. None: there is no wrapper.
 
     Raises:
         RuntimeError: if the wrapper has a communication hook of another kind.
     """
+    replica = find_replica(model)
+    if replica is None:
+        return None
     if replica not in _relays:
         relay = Relay(replica.process_group)
-        replica.register_comm_hook(relay, _reduce)
+        replica.register_comm_hook(relay, Relay.reduce)
         _relays[replica] = relay
     return _relays[replica]
 
 
-def stop_averaging(model: nn.Module, averager: object) -> bool:
-    """Leave the averaging of a model's gradients to the `averager`; return False if the wrapper has another hook."""
+def averagers_of(model: nn.Module) -> weakref.WeakSet[object]:
+    """Return what averages the gradients of a model in place of its wrapper."""
     replica = find_replica(model)
-    if replica is not None:
-        try:
-            relay_of(replica).averages_elsewhere.add(averager)
-        except RuntimeError:
-            return False
-    return True
-
-
-def resume_averaging(model: nn.Module, averager: object) -> None:
-    """Undo `stop_averaging`, from the next pass on."""
-    relay = _known(model)
-    if relay is not None:
-        relay.averages_elsewhere.discard(averager)
-
-
-def averages(model: nn.Module) -> bool:
-    """Return whether the wrapper of a model, if it has one, averages gradients."""
-    relay = _known(model)
-    return relay is None or not len(relay.averages_elsewhere)
-
-
-def _known(model: nn.Module) -> Relay | None:
-    replica = find_replica(model)
-    return None if replica is None else _relays.get(replica)
-
-
-def _reduce(relay: Relay, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return relay.reduce(bucket)
+    relay = None if replica is None else _relays.get(replica)
+    return weakref.WeakSet() if relay is None else relay.averagers

@@ -138,11 +138,12 @@ class NaturalMuon(PreconditionedOptimizer):
             mesh: A one-dimensional ``DeviceMesh`` instead of `process_group`, or the mesh of FSDP2.
             guard: How natgrad reacts to numerical failures.
             gradients: "averaged": ``.grad`` is averaged over the ranks already, by a wrapper. "reduce": natgrad
-                averages it. "auto" is "averaged", except in ``DistributedDataParallel`` on several nodes (more ranks
+                averages it. "auto" is "averaged", except in ``DistributedDataParallel`` over several nodes (more ranks
                 than ``LOCAL_WORLD_SIZE``, which torchrun sets): if nothing changes ``.grad`` between the backward pass
-                and `step` in the first two steps, natgrad then averages as DDP does, but sends each gradient to one
-                rank only. Until `step` ``.grad`` is then that of this rank's samples. Not with `scaler`, `clip_norm`, a
-                `placement` or a communication hook of your own.
+                and `step` in the first two steps, natgrad averages from then on, as DDP does, but sends each gradient
+                to one rank only. Until `step` ``.grad`` is then that of this rank's samples: pass "averaged" if
+                anything reads it before. Not with `scaler`, `clip_norm`, a `placement` or a communication hook of your
+                own. Call ``preconditioner.detach()`` before another optimizer trains the model.
             accumulation: With K backward passes per step, whether the loss is divided by K ("mean") or not ("sum").
             scaler: The ``GradScaler`` that scales the loss.
             clip_norm: The largest norm of all gradients, which are scaled down to it before anything else. None: any.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from natgrad.capture.counts import Count
 from natgrad.distributed.fsdp import is_sharded, local, whole
 from natgrad.errors import require, warn, with_address, with_suggestions
-from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_between, on_host
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import check_dense
 from natgrad.preconditioner.explanation import Explanation
+from natgrad.preconditioner.gradients.norms import gradient_norms
 from natgrad.preconditioner.membership import Group, Membership, decayed
 from natgrad.schedule import check_number
 
@@ -360,31 +360,6 @@ class PreconditionedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"PreconditionedOptimizer({self.optimizer!r}, {self.preconditioner!r})"
-
-
-def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the norms of this rank's gradients ``[n]``, which are finite only if the gradients are; 0 for none."""
-    places, gradients = [], []
-    for place, parameter in enumerate(parameters):
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        gradient = local(gradient)
-        if gradient.is_sparse:
-            gradient = gradient.coalesce().values()
-        if gradient.is_complex():
-            gradient = torch.view_as_real(gradient)
-        places.append(place)
-        gradients.append(gradient)
-    wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
-    device = parameters[0].device
-    norms = [norm.to(device) for norm in torch._foreach_norm(gradients, dtype=wide)] if gradients else []
-    if len(norms) == len(parameters):
-        return torch.stack(norms)
-    every = torch.zeros(len(parameters), dtype=wide, device=device)
-    if norms:
-        every[tensor_on(device, places, torch.int64)] = torch.stack(norms)
-    return every
 
 
 def step_unless(skips: Tensor | None, optimizer: Optimizer) -> None:

@@ -47,15 +47,11 @@ from natgrad.preconditioner.explanation import Explanation, describe_damping, ex
 from natgrad.preconditioner.gradients.arrivals import Arrivals
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.preconditioning import clear_unusable, precondition
-from natgrad.preconditioner.gradients.reduction import (
-    GradientReduction,
-    check_averages,
-    check_hook,
-    resolve_gradients,
-)
+from natgrad.preconditioner.gradients.reduction import GradientReduction, check_averages, take_over_reduction
 from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.gradients.sharing import in_order, share
 from natgrad.preconditioner.gradients.stacked import GroupGradients
+from natgrad.preconditioner.gradients.trial import Trial, can_try
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.membership import Membership
@@ -213,16 +209,16 @@ class Preconditioner:
         """Build everything for the present process group and shards."""
         arguments, curvature = self._arguments, self.curvature
         damping, guard, reduction = arguments["damping"], arguments["guard"], arguments["reduction"]
-        accumulation, scaler = (arguments[name] for name in ("accumulation", "scaler"))
+        gradients, accumulation, scaler = (arguments[name] for name in ("gradients", "accumulation", "scaler"))
         refresh = Refresh() if arguments["refresh"] is None else resolve_refresh(arguments["refresh"])
         precision = resolve_precision(arguments["precision"])
         root, rule = unwrap(model), resolve(arguments["placement"])
         chosen = default_damping(curvature) if damping is None else damping
         by_kind = chosen if isinstance(chosen, ByKind) else ByKind(chosen)
         runtime = Communicator(resolve_group(model, arguments["process_group"], arguments["mesh"]))
-        gradients, watch = resolve_gradients(model, runtime.ranks, rule, arguments)
-        if (gradients == "reduce" or watch is not None) and runtime.ranks > 1:
-            check_dense(root, "model", type(root).__name__, "gradients='reduce'")
+        tries = gradients == "auto" and can_try(model, runtime.ranks, rule, arguments)
+        if tries or (gradients == "reduce" and runtime.ranks > 1):
+            check_dense(root, "model", type(root).__name__, f"gradients={gradients!r}")
         structure = Structure(
             root,
             curvature,
@@ -232,7 +228,7 @@ class Preconditioner:
             ranks=runtime.ranks,
             refresh=refresh,
             factor=by_kind.factor,
-            reduces=(gradients == "reduce" or watch is not None) and runtime.ranks > 1,
+            reduces=tries or (gradients == "reduce" and runtime.ranks > 1),
         )
         covered = structure.coverage.layers
         names = [layer.name for layer, _ in covered]
@@ -259,14 +255,14 @@ class Preconditioner:
         first = math.nan if callable(by_kind.damping) else by_kind.damping
         self._progress, self._epochs, self._compared = StepCounters(damping=first), EpochState(), False
         self._reduction: GradientReduction | None = None
-        self._watch = watch
+        self._trial: Trial | None = None
         warn_of_idle(root, curvature, structure.coverage)
         warn_of_uncovered(structure.coverage)
         reductions.warn_of_idle(names)
         # Last, because the user may turn the warning into an error.
-        check_reduction(model, runtime, gradients)
+        check_reduction(model, runtime, f"{gradients}, over several nodes" if tries else gradients)
         if reduces:
-            check_hook(model)
+            take_over_reduction(model)
         elif runtime.ranks > 1:
             check_averages(model)
         self._listen()
@@ -274,6 +270,8 @@ class Preconditioner:
         always = reduces and runtime.ranks > 1
         self.call_order = CallOrder(optimizer, capture, structure, self._progress, always_steps=always)
         self._attach()
+        if tries:
+            self._trial = Trial(model)
 
     def __repr__(self) -> str:
         defaults = inspect.signature(Preconditioner.__init__).parameters
@@ -372,9 +370,8 @@ class Preconditioner:
 
         self._precondition(damping, scale)
 
+        self._choose_averager()
         progress.step += 1
-        if self._watch is not None:
-            self._scaling.reduces = self._capture.audit.reduces = not self._watch.averaged
         self._expect_count(count)
         self._choose_statistics()
         self._inspection.report()
@@ -406,12 +403,13 @@ class Preconditioner:
         """Remove all hooks from the model permanently, for example before ``torch.jit.script``.
 
         Deleting this object does the same. Afterwards `step` raises a `natgrad.NatgradError`; `state_dict` still works.
-        The communication hooks of ``gradients="reduce"`` and "pipelined" remain, because torch cannot remove them, and
-        average.
+        ``DistributedDataParallel`` averages gradients again. (The communication hooks of ``gradients="reduce"`` and
+        "pipelined" remain, because torch cannot remove them.)
         """
         self.call_order.detach()
         self._hooks.detach(self._structure.root)
         self._capture.detach()
+        self._end_trial()
         if self._reduction is not None:
             self._reduction.detach()
         self._background.close()
@@ -482,6 +480,8 @@ class Preconditioner:
         """
         capture, scaling, structure, runtime = self._capture, self._scaling, self._structure, self._communicator
         with self._progress.phase("reduce", runtime):
+            if self._trial is not None:
+                self._trial.judge(runtime)
             capture.audit.compare(scaling.of_loss, runtime)
             device = next((parameter.device for parameter in structure.root.parameters()), None)
             if device is not None and (scaling.reduces or capture.wanted or capture.rows.wanted):
@@ -501,6 +501,32 @@ class Preconditioner:
                 capture.sums.abandon()
             capture.gain = self._gain
             return scale
+
+    def _choose_averager(self) -> None:
+        """With "auto", let natgrad or DDP average the gradients from the next pass on, if this step has decided it."""
+        if self._trial is not None and self._trial.verdict is not None:
+            if self._trial.verdict:
+                self._average(by_natgrad=True)
+            self._end_trial()
+        elif self._reduction is not None and self._reduction.was_changed:
+            warn(
+                "natgrad: .grad was changed between the backward pass and step(), where it is that of this rank's "
+                "samples: each rank has changed its own. From now on DistributedDataParallel averages them in the "
+                "backward pass. Clip by NaturalMuon(..., clip_norm=), or pass gradients='averaged'",
+                "changed-gradients",
+            )
+            self._average(by_natgrad=False)
+
+    def _end_trial(self) -> None:
+        if self._trial is not None:
+            self._trial.end()
+        self._trial = None
+
+    def _average(self, *, by_natgrad: bool) -> None:
+        """Let natgrad or DDP average the gradients from the next pass on; to be called on all ranks."""
+        self._scaling.reduces = self._capture.audit.reduces = by_natgrad
+        self._capture.counts_samples = by_natgrad or self._scaling.counts
+        self._attach()
 
     def _shares(self, count: Count | None) -> Shares:
         """Return the part of each layer's samples or tokens that counts, if statistics need it."""
@@ -720,8 +746,8 @@ class Preconditioner:
         group = None
         if self._reduction is not None:
             self._reduction.close()
-            group = self._reduction.group
-        if self._scaling.reduces or self._watch is not None:
+            group, self._reduction = self._reduction.group, None
+        if self._scaling.reduces and not self._detached:
             plan = structure.plan
             self._reduction = GradientReduction(
                 self._model,
@@ -730,7 +756,7 @@ class Preconditioner:
                 chunk=plan.placement.bucket,
                 posted=self._capture.send_sums,
                 group=group,
-                watch=self._watch,
+                weighs_alike=self._arguments["gradients"] == "auto",
             )
         if not self._detached:
             rows = RowBuffer(structure.gathered, structure.precision.wire if several else None)
@@ -861,6 +887,10 @@ class Preconditioner:
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         check_scaler(scaler)
         self._arguments["scaler"] = self._scaling.scaler = scaler
+        if self._arguments["gradients"] == "auto" and self._scaling.skips:
+            self._end_trial()
+            if self._scaling.reduces:
+                self._average(by_natgrad=False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return an iterator over the parameters that are preconditioned."""

@@ -9,38 +9,30 @@ arrived. What such a message needs is known only in ``step``: how many samples e
 follows, and whether ``.grad`` is changed. So if two steps had the same samples and passes on every rank, the passes of
 the next one send as if it had them, too. In ``step`` the ranks agree whether this was right on all of them. If not, all
 gradients are sent again; and if more passes or a changed ``.grad`` were the reason, later passes send nothing.
-
-With ``gradients="auto"`` DistributedDataParallel averages in the first steps. If nothing changes ``.grad`` between the
-passes and ``step`` there, natgrad then takes over, until something does.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from natgrad.distributed import Communicator, Placement, flatten, unflatten
+from natgrad.distributed import Communicator, flatten, unflatten
 from natgrad.distributed.buckets import LEAST_MESSAGES, Slices
 from natgrad.distributed.communicator import Work
-from natgrad.distributed.ddp import averages, find_replica, relay_of, resume_averaging, stop_averaging
-from natgrad.errors import ArgumentError, NatgradError, require, warn
+from natgrad.distributed.ddp import averagers_of, find_replica, relay_of
+from natgrad.errors import ArgumentError, NatgradError, require
 from natgrad.layers import Handle, remove_all
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import at_least_float32
 from natgrad.state.block_group import BlockGroup
-
-# The number of first steps in which DDP averages the gradients with ``gradients="auto"``.
-_WATCHED = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,19 +97,6 @@ class _Chunk:
         return [part for part in self.parts if part.owner == owner]
 
 
-class Watch:
-    """What ``gradients="auto"`` has found.
-
-    Attributes:
-        averaged: Whether DDP averages the gradients of the present step.
-        left: The number of steps to be watched before natgrad averages them. 0 if `averaged`: it never will.
-    """
-
-    def __init__(self) -> None:
-        """Begin with the gradients that DDP averages."""
-        self.averaged, self.left = True, _WATCHED
-
-
 class GradientReduction:
     """Averages ``.grad`` of a model over the ranks.
 
@@ -125,6 +104,7 @@ class GradientReduction:
         has_sent: Whether the last step used what its passes have sent.
         group: The process group of the messages of passes. None: there were none yet.
         paused: Whether passes send nothing.
+        was_changed: Whether ``.grad`` was changed on any rank after a pass had sent it; known with equal weights.
     """
 
     def __init__(
@@ -136,18 +116,18 @@ class GradientReduction:
         chunk: int,
         posted: Callable[[int, ProcessGroup | None], None],
         group: ProcessGroup | None,
-        watch: Watch | None = None,
+        weighs_alike: bool = False,
     ) -> None:
-        """Cut the gradients into chunks of about `chunk` bytes, and observe the backward passes.
+        """Cut the gradients into chunks of about `chunk` bytes, and observe the backward passes, in place of DDP.
 
         With `groups` only the worker of each layer receives its gradient; on other ranks ``.grad`` stays unchanged.
-        After each chunk that a pass sends, `posted` is called with its number and the `group`. With a `watch`, all
-        ranks weigh alike, as DDP has it, and it decides when DDP averages in place of this object.
+        After each chunk that a pass sends, `posted` is called with its number and the `group`. The weights of ranks
+        are their numbers of samples, unless it `weighs_alike`, as DDP does.
         """
         self._is_wrapped = find_replica(model) is not None
         self._model, self._groups, self._runtime, self._limit = model, groups, runtime, chunk
-        self._call_posted, self._watch = posted, watch
-        self.has_sent, self.group, self.paused = False, group, False
+        self._call_posted, self._weighs_alike = posted, weighs_alike
+        self.has_sent, self.group, self.paused, self.was_changed = False, group, False, False
         self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         # Equal on all ranks: whether the passes of this step send, and whether those of later ones may.
@@ -156,13 +136,7 @@ class GradientReduction:
         self._weight: Tensor
         self._waiting: list[tuple[_Chunk, Work]] = []
         self._restart()
-        if not self.averaged:
-            stop_averaging(model, self)
-
-    @property
-    def averaged(self) -> bool:
-        """Whether DDP averages the gradients of the present step."""
-        return self._watch is not None and self._watch.averaged
+        averagers_of(model).add(self)
 
     def _restart(self) -> None:
         """Cut the present parameters into chunks, and observe them."""
@@ -170,8 +144,8 @@ class GradientReduction:
         self._chunks = list(_cut(self._trained, self._groups, self._limit, self._runtime.ranks))
         remove_all(self._handles)
         arrived: weakref.WeakMethod[Callable[[Tensor], None]] = weakref.WeakMethod(self._arrived)
-        for parameter in self._trained if self._may_send or self._watches else ():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_Reporter(arrived)))
+        for parameter in self._trained if self._may_send else ():
+            self._handles.append(parameter.register_post_accumulate_grad_hook(Reporter(arrived)))
         self._forget()
 
     def _present(self) -> tuple[list[nn.Parameter], list[tuple[object, ...]]]:
@@ -192,18 +166,14 @@ class GradientReduction:
 
     def _arrived(self, parameter: Tensor) -> None:
         """Send the chunks that are complete with this gradient, if this is the last pass of the step."""
-        sends = self._sends and self._last is not None
-        if self.paused or not (sends or self._watches):
+        if not self._sends or self.paused or self._last is None:
             return
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass, self._count = current, self._count + 1
             self._seen.clear()
             if self._is_wrapped:
-                _call_last(self._note_versions)
-        if not sends:
-            return
-        assert self._last is not None
+                call_last(self._note_versions)
         self._is_wrong |= id(parameter) in self._sent
         self._seen.add(id(parameter))
         if self._count != max(1, self._last[1]) or self._is_wrong:
@@ -224,23 +194,14 @@ class GradientReduction:
         return max((index for index, chunk in enumerate(self._chunks) if chunk.parameters & ids), default=0)
 
     def _note_versions(self) -> None:
-        """Note which gradients were sent; under DDP, which writes into them at the end of a pass, once more there.
-
-        With "auto" note all.
-        """
+        """Note which gradients were sent; under DDP, which writes into them at the end of a pass, once more there."""
         for parameter in self._trained:
             gradient, key = parameter.grad, id(parameter)
-            is_noted = key in self._sent or self._watches
-            if is_noted and gradient is not None and (self._is_wrapped or key not in self._versions):
+            if key in self._sent and gradient is not None and (self._is_wrapped or key not in self._versions):
                 self._versions[key] = weakref.ref(gradient), gradient._version
 
-    @property
-    def _watches(self) -> bool:
-        """Whether it matters that any gradient is changed after a pass."""
-        return self._watch is not None and not (self._watch.averaged and self._watch.left == 0)
-
     def _is_changed(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient that was noted in a pass has been changed since."""
+        """Return whether a gradient that was sent in a pass has been changed since."""
         if id(parameter) not in self._versions:
             return False
         gradient, (noted, version) = parameter.grad, self._versions[id(parameter)]
@@ -271,11 +232,8 @@ class GradientReduction:
             NatgradError: if `step` differs between the ranks. On accelerators this is not checked, because the host
                 would wait for the device.
         """
-        if self._watch is not None:
+        if self._weighs_alike:
             samples, predictable = 1.0, True
-        if self.averaged:
-            self._decide()
-            return 1.0
         runtime, numbers = self._runtime, (samples, passes)
         is_outdated = self._present()[1] != self._kinds
         if self._may_send:
@@ -314,45 +272,26 @@ class GradientReduction:
 
     def _agree(self, *, is_right: bool) -> None:
         """Agree on all ranks whether what the passes have sent is used, and whether those of the next step send."""
-        is_changed = self._is_wrong or any(map(self._is_changed, self._trained))
+        was_changed = any(map(self._is_changed, self._trained))
+        is_changed = self._is_wrong or was_changed
         while self._sends and len(self._posted) < len(self._chunks):
             self._post_next()
         agreed = not self._runtime.any_on_host(is_changed or not is_right)
         self.has_sent = self._sends and agreed
-        if not agreed and (self._sends or self._watches):
+        if self._sends and not agreed:
             for work in self._posted:
                 work.drop()
             self._forget()
             self._may_send = not self._runtime.any_on_host(is_changed)
-            if self._watch is not None and not self._may_send:
-                self._watch.averaged, self._watch.left = True, 0
-                resume_averaging(self._model, self)
-                warn(
-                    "natgrad: .grad was changed between the backward pass and step(), where it is that of this rank: "
-                    "each rank has changed its own. From the next step on DistributedDataParallel averages gradients "
-                    "before, which takes longer. Clip by NaturalMuon(..., clip_norm=), or pass gradients='averaged'",
-                    "changed-gradients",
-                )
+            self.was_changed = self._weighs_alike and not self._may_send and self._runtime.any_on_host(was_changed)
         self._sends = agreed and self._may_send
         if self._sends and self.group is None:
             self.group = self._runtime.new_group()
 
-    def _decide(self) -> None:
-        """After the watched steps, stop DDP from averaging, unless any rank has changed its gradients."""
-        if self._watch is None or not self._watches:
-            return
-        is_changed = self._runtime.any_on_host(any(map(self._is_changed, self._trained)))
-        if self._present()[1] != self._kinds:
-            self._restart()
-        self._forget()
-        self._watch.left = 0 if is_changed else self._watch.left - 1
-        if not (is_changed or self._watch.left):
-            self._watch.averaged = not stop_averaging(self._model, self)
-
     def detach(self) -> None:
         """Stop observing passes. DDP averages again."""
         remove_all(self._handles)
-        resume_averaging(self._model, self)
+        averagers_of(self._model).discard(self)
 
     def close(self) -> None:
         """Stop observing, and finish the messages that any rank may have begun; all ranks must call it."""
@@ -364,25 +303,26 @@ class GradientReduction:
         self._sends = False
 
 
-def _call_last(function: Callable[[], None]) -> None:
+def call_last(function: Callable[[], None]) -> None:
     """Call a function at the end of the present backward pass, after DDP has written its buckets into ``.grad``."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(function))
 
 
-class _Reporter:
+class Reporter:
     """A hook that reports gradients to a method. Copies do not."""
 
     def __init__(self, method: weakref.WeakMethod[Callable[[Tensor], None]] | None = None) -> None:
         self._method = method
 
     def __call__(self, parameter: Tensor) -> None:
+        """Call the method with the parameter."""
         method = None if self._method is None else self._method()
         if method is not None:
             method(parameter)
 
-    def __reduce__(self) -> tuple[type[_Reporter], tuple[()]]:
-        return _Reporter, ()
+    def __reduce__(self) -> tuple[type[Reporter], tuple[()]]:
+        return Reporter, ()
 
 
 def _exchange_counters(
@@ -463,36 +403,18 @@ def _joined(parts: Sequence[_Rows], weight: Tensor) -> Tensor:
 
 
 def check_averages(model: nn.Module) -> None:
-    """Raise a ``ValueError`` if a preconditioner has stopped this model's wrapper from averaging gradients."""
+    """Raise a ``ValueError`` if another preconditioner averages this model's gradients in place of its wrapper."""
     allowed = "'reduce' for a model that has a preconditioner with gradients='reduce', or detach() that first"
-    require(averages(model), "gradients", "averaged", allowed)
+    require(not len(averagers_of(model)), "gradients", "averaged", allowed)
 
 
-def check_hook(model: nn.Module) -> None:
-    """Raise a ``ValueError`` if the wrapper of a model has a communication hook that is not natgrad's."""
-    replica = find_replica(model)
+def take_over_reduction(model: nn.Module) -> None:
+    """Register the hook by which ``DistributedDataParallel`` leaves its averages to a `GradientReduction`.
+
+    Raises:
+        ValueError: if `model` already has a communication hook of another kind.
+    """
     try:
-        if replica is not None:
-            relay_of(replica)
+        relay_of(model)
     except RuntimeError as error:
         raise ArgumentError("gradients", "reduce", f"'averaged' with a communication hook: {error}") from None
-
-
-def resolve_gradients(
-    model: nn.Module, ranks: int, placement: Placement, arguments: Mapping[str, Any]
-) -> tuple[str, Watch | None]:
-    """Return "averaged" or "reduce" for the `arguments` of a preconditioner, and a watch if "auto" may change that.
-
-    "auto" takes over from DDP on several nodes, whose link is slow, unless something needs its averages: a scaler, a
-    loss that is not a mean, DDP's mixed precision, a placement of the user's.
-    """
-    if arguments["gradients"] != "auto":
-        return arguments["gradients"], None
-    if not averages(model):
-        return "reduce", None
-    replica, scaler = find_replica(model), arguments["scaler"]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # as torchrun sets it
-    spans_nodes = replica is not None and 0 < local < ranks
-    plain = arguments["reduction"] == "mean" and getattr(replica, "mixed_precision", None) is None
-    fits = spans_nodes and plain and placement.name == "auto" and (scaler is None or not scaler.is_enabled())
-    return "averaged", Watch() if fits else None
