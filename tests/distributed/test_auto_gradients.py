@@ -63,6 +63,11 @@ def clip_data(model):
         parameter.grad.data.clamp_(-1e-3, 1e-3)
 
 
+def clip_at_most(model):
+    """Clip gradients that are short enough as yet."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
 def clip(model):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
@@ -108,8 +113,9 @@ def needs_averages(size, options, prepare, change):
         (1, {}, True, None),
         (1, {}, False, clip),
         (1, {}, False, clip_data),
+        (1, {}, False, clip_at_most),
     ],
-    ids=["one node", "clip_norm", "placement", "hook", "clipped", "clipped data"],
+    ids=["one node", "clip_norm", "placement", "hook", "clipped", "clipped data", "short"],
 )
 def test_ddp_averages_where_its_averages_are_needed(ranks, size, options, prepare, change):
     ranks.run(2, needs_averages, size, options, prepare, change)

@@ -534,7 +534,7 @@ _add(
     "Natural Muon takes over DDP's averages although gradients are clipped between the passes and the step.",
     "distributed/test_auto_gradients.py::test_ddp_averages_where_its_averages_are_needed",
     (
-        "preconditioner.gradients.trial:Trial.judge",
+        "preconditioner.gradients.trial:Trial.decide",
         "runtime.any_on_host(not is_equal)",
         "False",
     ),

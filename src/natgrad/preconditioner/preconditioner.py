@@ -481,7 +481,7 @@ class Preconditioner:
         capture, scaling, structure, runtime = self._capture, self._scaling, self._structure, self._communicator
         with self._progress.phase("reduce", runtime):
             if self._trial is not None:
-                self._trial.judge(runtime)
+                self._trial.decide(runtime)
             capture.audit.compare(scaling.of_loss, runtime)
             device = next((parameter.device for parameter in structure.root.parameters()), None)
             if device is not None and (scaling.reduces or capture.wanted or capture.rows.wanted):
@@ -504,8 +504,8 @@ class Preconditioner:
 
     def _choose_averager(self) -> None:
         """With "auto", let natgrad or DDP average the gradients from the next pass on, if this step has decided it."""
-        if self._trial is not None and self._trial.verdict is not None:
-            if self._trial.verdict:
+        if self._trial is not None and self._trial.decision is not None:
+            if self._trial.decision:
                 self._average(by_natgrad=True)
             self._end_trial()
         elif self._reduction is not None and self._reduction.was_changed:

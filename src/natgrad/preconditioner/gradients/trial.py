@@ -23,15 +23,15 @@ class Trial:
     """The first steps, in which DDP averages, and gradients must be equal after the last pass and in the step.
 
     Attributes:
-        verdict: Whether natgrad averages from the next step on. None: that is not known yet.
+        decision: Whether natgrad averages from the next step on. None: that is not known yet.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Observe the backward passes of a wrapped model."""
         self._model, self._steps = model, 0
-        self.verdict: bool | None = None
+        self.decision: bool | None = None
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._norms: Tensor | None = None
+        self._noted: tuple[Tensor, list[tuple[int, int]]] | None = None
         self._pass: int | None = None
         arrived: weakref.WeakMethod[Callable[[Tensor], None]] = weakref.WeakMethod(self._arrived)
         self._handles: list[Handle] = [
@@ -45,39 +45,48 @@ class Trial:
             self._pass = current
             call_last(self._note)
 
-    @torch.no_grad()
     def _note(self) -> None:
-        self._norms = gradient_norms(self._parameters)
+        self._noted = self._present()
+
+    @torch.no_grad()
+    def _present(self) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Return the norms of the gradients, which show changes of ``.grad.data``, and versions, which show others."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        versions = [(id(gradient), -1 if gradient is None else gradient._version) for gradient in gradients]
+        return gradient_norms(self._parameters), versions
 
     def end(self) -> None:
         """Stop observing."""
         remove_all(self._handles)
 
-    def judge(self, runtime: Communicator) -> None:
-        """Set the verdict in the second step, or if the norm of a gradient has changed since the last pass; collective.
+    def decide(self, runtime: Communicator) -> None:
+        """Set the decision in the second step, or if a gradient has been changed since the last pass; collective.
 
         It is False, too, if DDP has a hook of the user's.
         """
-        noted, self._norms, self._pass = self._norms, None, None
-        is_equal = noted is not None and torch.allclose(
-            noted, gradient_norms(self._parameters), rtol=0, atol=0, equal_nan=True
+        noted, self._noted, self._pass = self._noted, None, None
+        norms, versions = self._present()
+        is_equal = (
+            noted is not None
+            and noted[1] == versions
+            and torch.allclose(noted[0], norms, rtol=0, atol=0, equal_nan=True)
         )
         self._steps += 1
         if runtime.any_on_host(not is_equal):
-            self.verdict = False
+            self.decision = False
         elif self._steps == _STEPS:
             try:
-                self.verdict = relay_of(self._model) is not None
+                self.decision = relay_of(self._model) is not None
             except RuntimeError:
-                self.verdict = False
+                self.decision = False
 
 
 def can_try(model: nn.Module, ranks: int, placement: Placement, arguments: Mapping[str, Any]) -> bool:
     """Return whether natgrad may average in place of a wrapper, by the `arguments` of a preconditioner.
 
     The wrapper is of several nodes, whose link is slow, and nothing needs its averages: a scaler, a loss that is not a
-    mean, DDP's mixed precision, parameters that it ignores, a communication hook, a placement of the user's. Whoever
-    has averaged in its place before does so no longer.
+    mean, DDP's mixed precision, parameters that it ignores, a communication hook, a placement of the user's. An earlier
+    preconditioner no longer averages in its place.
     """
     replica, scaler = find_replica(model), arguments["scaler"]
     if replica is None:
