@@ -77,6 +77,7 @@ def taken_over(options):
         own, averaged = Training(**options), Training(gradients="averaged", **options)
         assert [own.step(step) for step in range(STEPS)] == [True, True] + [False] * (STEPS - 2)
     assert own.optimizer.preconditioner._reduction.has_sent  # in the backward pass
+    assert str(own.optimizer.preconditioner.plan.placement) == "reduce-scatter"
     assert all(averaged.step(step) for step in range(STEPS))
     torch.testing.assert_close(own.values(), averaged.values(), rtol=1e-9, atol=1e-9)
 
@@ -102,6 +103,7 @@ def needs_averages(size, options, prepare, change):
         if prepare:
             training.replica.register_comm_hook(None, allreduce_hook)
         assert all(training.step(step, change) for step in range(STEPS))
+    assert str(training.optimizer.preconditioner.plan.placement) == "comm-opt"
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ class Preconditioner:
             ranks=runtime.ranks,
             refresh=refresh,
             factor=by_kind.factor,
-            reduces=tries or (gradients == "reduce" and runtime.ranks > 1),
+            reduces=gradients == "reduce" and runtime.ranks > 1,
         )
         covered = structure.coverage.layers
         names = [layer.name for layer, _ in covered]
@@ -526,7 +526,10 @@ class Preconditioner:
         """Let natgrad or DDP average the gradients from the next pass on; to be called on all ranks."""
         self._scaling.reduces = self._capture.audit.reduces = by_natgrad
         self._capture.counts_samples = by_natgrad or self._scaling.counts
+        if by_natgrad:
+            self._structure.plan_for_reduction()
         self._attach()
+        self._inspection.restart(captures=True)
 
     def _shares(self, count: Count | None) -> Shares:
         """Return the part of each layer's samples or tokens that counts, if statistics need it."""

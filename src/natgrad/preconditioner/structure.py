@@ -47,7 +47,8 @@ class Structure:
         `reduces`: natgrad itself averages the gradients of several ranks.
         """
         self.root, self._curvature, self.precision = root, curvature, precision
-        self._placement, self._rank, self._ranks = placement, rank, ranks
+        self._given = self._placement = placement
+        self._rank, self._ranks = rank, ranks
         self._refresh, self._factor, self._reduces = refresh, factor, reduces
         self._sharded = reshard(root.modules())
         self._assignments: dict[str, Assignment] = {}
@@ -143,6 +144,12 @@ class Structure:
         )
         self._placement = plan.placement
         return plan
+
+    def plan_for_reduction(self) -> None:
+        """Choose anew by "auto" for gradients that natgrad averages, unless other ranks hold a part of the state."""
+        if not self.shares_work:
+            self._reduces, self._placement, self._assignments = True, self._given, {}
+            self.rebuild()
 
     def rebuild(self) -> None:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state."""

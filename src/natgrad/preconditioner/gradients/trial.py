@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.distributed import Communicator, Placement
-from natgrad.distributed.ddp import Relay, averagers_of, find_replica, relay_of
+from natgrad.distributed.ddp import averagers_of, find_replica, relay_of
 from natgrad.layers import Handle, remove_all
 from natgrad.preconditioner.gradients.norms import gradient_norms
 from natgrad.preconditioner.gradients.reduction import Reporter, call_last
@@ -85,8 +85,8 @@ def can_try(model: nn.Module, ranks: int, placement: Placement, arguments: Mappi
     """Return whether natgrad may average in place of a wrapper, by the `arguments` of a preconditioner.
 
     The wrapper is of several nodes, whose link is slow, and nothing needs its averages: a scaler, a loss that is not a
-    mean, DDP's mixed precision, parameters that it ignores, a communication hook, a placement of the user's. An earlier
-    preconditioner no longer averages in its place.
+    mean, DDP's mixed precision, parameters that it ignores, a placement of the user's. An earlier preconditioner no
+    longer averages in its place.
     """
     replica, scaler = find_replica(model), arguments["scaler"]
     if replica is None:
@@ -94,6 +94,5 @@ def can_try(model: nn.Module, ranks: int, placement: Placement, arguments: Mappi
     averagers_of(model).clear()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # as torchrun sets it
     special = replica.mixed_precision is not None or len(replica.parameters_to_ignore) > 0
-    special |= any(not isinstance(state, Relay) for _, state in replica._comm_hooks)
     is_usual = arguments["reduction"] == "mean" and (scaler is None or not scaler.is_enabled())
     return 0 < local < ranks and not special and is_usual and placement.name == "auto"
