@@ -49,6 +49,13 @@ class Training:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
+def trained(steps):
+    training = Training()
+    for step in range(steps):
+        training.step(step)
+    return training
+
+
 def is_equal(model):
     """Return whether the gradients are those of all ranks."""
     gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -125,9 +132,7 @@ def test_ddp_averages_where_its_averages_are_needed(ranks, size, options, prepar
 
 def changed_later():
     with nodes():
-        training = Training()
-        for step in range(4):
-            training.step(step)
+        training = trained(4)
         with pytest.warns(natgrad.NatgradWarning, match=r"\.grad was changed between the backward pass and step\(\)"):
             assert not training.step(4, clip if dist.get_rank() == 0 else None)
         assert all(training.step(step, clip) for step in range(5, 8))
@@ -162,9 +167,7 @@ def test_another_optimizer_gets_averages(ranks, detaches):
 
 def made_twice():
     with nodes():
-        training = Training()
-        for step in range(4):
-            training.step(step)
+        training = trained(4)
         former = training.optimizer  # alive, as in a notebook
         training.optimizer = natgrad.NaturalMuon(training.replica)
         assert former is not training.optimizer
@@ -177,9 +180,7 @@ def test_a_second_optimizer_starts_with_averages(ranks):
 
 def scaled():
     with nodes():
-        training = Training()
-        for step in range(3):
-            training.step(step)
+        training = trained(3)
         scaler = training.optimizer.preconditioner.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         x, y = (value[dist.get_rank() :: 2] for value in batch(3))
         training.optimizer.zero_grad()
@@ -232,9 +233,7 @@ def test_training_resumes(ranks):
 
 def verified():
     with nodes():
-        training = Training()
-        for step in range(4):
-            training.step(step)
+        training = trained(4)
         x, y = (value[dist.get_rank() :: 2] for value in batch(9))
         found = training.optimizer.preconditioner.verify(
             (x, y), lambda model, given: cross_entropy(model(given[0]), given[1])
