@@ -236,13 +236,14 @@ class Spectral(Curvature):
         update = self._polar(update, root_A)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
         # The squares of tiny elements underflow, so that their norm may be 0.
-        norm = torch.linalg.vector_norm(update, dim=(1, 2), dtype=gradient.dtype)
+        norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True, dtype=gradient.dtype)
         norm.clamp_(min=torch.finfo(norm.dtype).tiny ** 0.5)
         # Without a gradient a layer does not move. (On a CPU `any` of numbers takes five times as long.)
-        moves = torch.logical_or(gradient.amax((1, 2)), gradient.amin((1, 2)))
+        highest, lowest = gradient.amax((1, 2), keepdim=True), gradient.amin((1, 2), keepdim=True)
+        moves = torch.maximum(highest, lowest.neg_()).sign_()
         if self.groups > 1:
-            moves = moves.repeat_interleave(self.groups)
-        update = update.mul_((moves / norm).mul_(size).view(-1, 1, 1)).to(gradient.dtype)
+            moves = moves.repeat_interleave(self.groups, 0)
+        update = update.mul_(moves.mul_(size).div_(norm)).to(gradient.dtype)
         if self.offsets > 1:
             update = update.unflatten(2, (self.offsets, -1)).mT
         return update.reshape(gradient.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ def known_between(values: Tensor, low: float = -math.inf, high: float = math.inf
     """Return whether all `values` are above `low` and below `high`, and none is nan; False on an accelerator."""
     if not on_host(values) or not values.numel():
         return on_host(values)
+    if low == -math.inf and high == math.inf:
+        return known_finite(values)  # in half the time
     least, largest = values.aminmax()  # nan if any is
     return low < float(least) and float(largest) < high
 
@@ -73,7 +75,7 @@ def full_products(device: torch.device) -> Iterator[None]:
     for place, name, value in narrowed:
         setattr(place, name, False if value is True else "ieee")
     try:
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
             yield
     finally:
         for place, name, value in narrowed:

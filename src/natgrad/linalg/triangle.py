@@ -40,12 +40,7 @@ def unpack(packed: Tensor, size: int) -> Tensor:
 
 def mirror_(matrices: Tensor) -> Tensor:
     """Copy the lower triangles of matrices ``[..., d, d]`` to the upper ones, in place."""
-    half = matrices.shape[-1] // 2
-    matrices[..., :half, half:].copy_(matrices[..., half:, :half].mT)
-    # Both quarters on the diagonal, in 0.2 to 0.8 of the time of the whole matrix.
-    for square in (matrices[..., :half, :half], matrices[..., half:, half:]):
-        square.tril_().add_(square.tril(-1).mT)
-    return matrices
+    return matrices.tril_().add_(matrices.tril(-1).mT)
 
 
 def diagonals(packed: Tensor, size: int) -> Tensor:

@@ -41,10 +41,10 @@ class GradientVersions:
         """Return whether there are recorded gradients and none has been changed."""
         return bool(self._versions) and all(map(_is_unchanged, self._versions))
 
-    def of_another(self, slots: Iterable[Slot]) -> bool:
-        """Return whether another preconditioner has recorded a present gradient, which has not changed since."""
+    def of_another(self, structure: Structure) -> bool:
+        """Return whether another preconditioner has recorded a gradient of these layers that has not changed since."""
         others = [entry for other in self._every if other is not self for entry in other._versions]
-        ids = {id(slot.parameter) for slot in slots} if others else set()
+        ids = {id(slot.parameter) for slot in structure.slots} if others else set()
         return any(id(entry[0].parameter) in ids and _is_unchanged(entry) for entry in others)
 
 
@@ -99,7 +99,7 @@ class CallOrder:
 
     def check_others(self) -> None:
         """Raise a `NatgradError` if another preconditioner has preconditioned the gradients."""
-        if self.written.of_another(self._structure.slots):
+        if self.written.of_another(self._structure):
             raise NatgradError(
                 "another Preconditioner, or another optimizer of natgrad, has already preconditioned these gradients: "
                 "step with one of them alone",

@@ -27,6 +27,9 @@ class Membership:
 
     That is what ``load_state_dict(assign=True)``, ``to_empty``, ``resize_token_embeddings``, ``fully_shard``, a new
     module and LoRA do.
+
+    Attributes:
+        parameters: The parameters of the model by name, when it was last compared.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -36,15 +39,10 @@ class Membership:
 
     def _read(self, parameters: dict[str, nn.Parameter]) -> None:
         """Take these for the present parameters."""
-        self._known, self._ids = parameters, set(map(id, parameters.values()))
+        self.parameters, self._ids = parameters, set(map(id, parameters.values()))
         # Held, so that no later module or parameter has the ``id`` of one that has gone.
         self._seen_modules = list(self._model.modules())
         self._seen_parts = _ids_of_parts(self._seen_modules)
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The names of the model's parameters by their ``id``."""
-        return {id(parameter): name for name, parameter in self._known.items()}
 
     def follow(self, group_for: Callable[[nn.Parameter], Group | None] | None = None) -> None:
         """Compare the model with its last parameters, and put those that have changed into the groups.
@@ -57,7 +55,7 @@ class Membership:
         """
         if _ids_of_parts(self._seen_modules) == self._seen_parts:  # a tenth of the time of `parameters()`
             return
-        before, now, known = self._known, dict(named_parameters(self._model)), self._ids
+        before, now, known = self.parameters, dict(named_parameters(self._model)), self._ids
         self._read(now)
         ids = self._ids
         if ids == known:  # a module without parameters, or FSDP2 had left some unsharded

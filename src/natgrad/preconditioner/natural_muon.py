@@ -7,7 +7,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -322,6 +321,11 @@ class NaturalMuon(PreconditionedOptimizer):
         self.preconditioner.step(count)
 
     @override
+    def _move(self, skips: Tensor | None) -> None:
+        assert isinstance(self.optimizer, _Update)
+        step_unless(skips, self.optimizer, self.optimizer.move)
+
+    @override
     def _read_groups(self) -> None:
         super()._read_groups()
         for group in self.param_groups:
@@ -478,6 +482,12 @@ class _Update(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.move()
+        return loss
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Do what `step` does without a closure."""
         self._follow_dtypes()
         for group in (group for group in self.param_groups if group["spectral"]):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -496,7 +506,6 @@ class _Update(Optimizer):
             else:
                 torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
         self._step_others()
-        return loss
 
     def _step_others(self) -> None:
         """Move the other parameters by AdamW with β₁ m + (1 - β₁) g in place of m (Nesterov momentum, Dozat 2016).
@@ -510,8 +519,9 @@ class _Update(Optimizer):
         ahead = []
         for group in adamw.param_groups:
             beta = group["betas"][0]
-            moved = [p for p in group["params"] if p.grad is not None and "exp_avg" in self.state.get(p, ())]
-            moments, gradients = [local(self.state[p]["exp_avg"]) for p in moved], [local(p.grad) for p in moved]
+            states = ((p.grad, self.state.get(p, {})) for p in group["params"] if p.grad is not None)
+            moved = [(local(state["exp_avg"]), local(grad)) for grad, state in states if "exp_avg" in state]
+            moments, gradients = [moment for moment, _ in moved], [grad for _, grad in moved]
             if skips is not None:  # then the moments stay as they are
                 for moment, gradient in zip(moments, gradients, strict=True):
                     torch.where(skips.to(gradient.device), moment, gradient, out=gradient)
@@ -525,9 +535,9 @@ class _Update(Optimizer):
     def _follow_dtypes(self) -> None:
         """Give AdamW's moments the dtypes that their parameters have now, as loading a state does."""
         for parameter, state in self.state.items():
-            for name, value in state.items():
-                if name != "step" and isinstance(value, Tensor) and value.dtype != parameter.dtype:
-                    state[name] = value.to(parameter.dtype)
+            if "exp_avg" in state and state["exp_avg"].dtype != parameter.dtype:
+                for name in state.keys() - {"step"}:
+                    state[name] = state[name].to(parameter.dtype)
 
     def _by_adamw(self) -> AdamW:
         """Return the AdamW of the other groups, with their state."""
@@ -536,30 +546,35 @@ class _Update(Optimizer):
         others = (group for group in self.param_groups if not group["spectral"])
         # By itself torch never chooses the fused step, which on CPUs takes a fifth of the time for small parameters,
         # and alone can be skipped on an accelerator.
-        groups = [{**group, "fused": True} if self._can_fuse(group) else group for group in others]
+        groups = [self._fused(group) for group in others]
         self._adamw.param_groups, self._adamw.state = groups, self.state
         self._adamw._step_supports_amp_scaling = all(group["fused"] for group in groups)
-        for parameter in (parameter for group in groups if group["fused"] for parameter in group["params"]):
-            if parameter in self.state:  # a loaded one may be on the host
-                self.state[parameter]["step"] = self.state[parameter]["step"].to(parameter.device)
         return self._adamw
 
-    def _can_fuse(self, group: Mapping[str, Any]) -> bool:
-        """Return whether AdamW's fused step can move a group: it reads real elements in their order."""
+    def _fused(self, group: Group) -> Group:
+        """Return a group for AdamW's fused step if that can move it: it reads real elements in their order."""
         if group.get("fused") is not None or group["foreach"] or group["differentiable"]:
-            return False
-        parameters = group["params"]
-        states = (self.state[parameter].values() for parameter in parameters if parameter in self.state)
-        tensors = [*parameters, *(parameter.grad for parameter in parameters), *chain.from_iterable(states)]
-        return all(_is_readable(tensor) for tensor in tensors if isinstance(tensor, Tensor)) and all(
-            parameter.is_floating_point() and (parameter.is_cuda or (parameter.is_cpu and not is_sharded(parameter)))
-            for parameter in parameters
-        )
+            return group
+        states = [(parameter, self.state.get(parameter, {})) for parameter in group["params"]]
+        for parameter, state in states:
+            tensors = (parameter, parameter.grad, *state.values())
+            if not (_is_readable(parameter) and all(map(_is_in_order, tensors))):
+                return group
+        for parameter, state in states:
+            if "step" in state and state["step"].device != parameter.device:  # a loaded one may be on the host
+                state["step"] = state["step"].to(parameter.device)
+        return {**group, "fused": True}
 
 
-def _is_readable(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor lie in their order."""
-    return tensor.layout == torch.strided and tensor.is_contiguous()
+def _is_readable(parameter: Tensor) -> bool:
+    """Return whether the fused step knows the kind of a parameter."""
+    on_device = parameter.is_cuda or (parameter.is_cpu and not is_sharded(parameter))
+    return on_device and parameter.is_floating_point()
+
+
+def _is_in_order(value: object) -> bool:
+    """Return whether the elements of a value, if it is a tensor, lie in their order."""
+    return not isinstance(value, Tensor) or (value.layout == torch.strided and value.is_contiguous())
 
 
 def _head_reasons(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from natgrad.capture.counts import Count
 from natgrad.distributed.fsdp import is_sharded, local, whole
 from natgrad.errors import require, warn, with_address, with_suggestions
-from natgrad.linalg.device import known_between, on_host
+from natgrad.linalg.device import known_finite, on_host
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import check_dense
 from natgrad.preconditioner.explanation import Explanation
@@ -159,18 +159,23 @@ class PreconditionedOptimizer(Optimizer):
         skips = None
         if not self._is_loaders_step():
             self._warn_of_missing_curvature()
-            skips = self.preconditioner._skips = self._find_skipped_step()
+            preconditioner = self.preconditioner
+            skips = preconditioner._skips = self._find_skipped_step()
+            preconditioner._are_finite = skips is None and not preconditioner._scaling.reduces
             try:
                 self._precondition(self.count if count is None else count)
             finally:
-                self.preconditioner._skips = None
+                preconditioner._skips, preconditioner._are_finite = None, False
             self._reset_count()
         self._regroup()
         # The host waits for the first one: torch's fused SGD leaves its momentum uninitialised if that is skipped.
         if skips is None or self._has_moved or not bool(skips):
-            step_unless(skips if self._has_moved else None, self.optimizer)
+            self._move(skips if self._has_moved else None)
             self._has_moved = True
         return loss
+
+    def _move(self, skips: Tensor | None) -> None:
+        step_unless(skips, self.optimizer)
 
     def _check_scaler(self) -> None:
         """Check that a ``GradScaler`` calls `step` on all ranks or on none: it decides by the gradients of each."""
@@ -195,12 +200,13 @@ class PreconditionedOptimizer(Optimizer):
             runtime.sum_(found, "counters")
             unusable: Tensor | None = found > 0
         else:
-            unusable = None if known_between(norms) else ~norms.isfinite()
+            unusable = None if known_finite(norms) else ~norms.isfinite()
 
-        names = self._membership.names  # not `self`, which what keeps the counters would then keep
+        known = self._membership.parameters  # not `self`, which what keeps the counters would then keep
 
         def name_of(place: int) -> str:
-            return names.get(id(parameters[place]), f"parameter {place}")
+            names = (name for name, parameter in known.items() if parameter is parameters[place])
+            return next(names, f"parameter {place}")
 
         return preconditioner._failures.count_skipped_step(unusable, name_of)
 
@@ -362,8 +368,11 @@ class PreconditionedOptimizer(Optimizer):
         return f"PreconditionedOptimizer({self.optimizer!r}, {self.preconditioner!r})"
 
 
-def step_unless(skips: Tensor | None, optimizer: Optimizer) -> None:
-    """Step, unless it `skips` this step (bool; None: it does not). The host does not wait for an accelerator."""
+def step_unless(skips: Tensor | None, optimizer: Optimizer, step: Callable[[], Any] | None = None) -> None:
+    """Step, unless it `skips` this step (bool; None: it does not). The host does not wait for an accelerator.
+
+    `step` is called in place of the optimizer's method, which torch wraps in hooks and a profiler's range.
+    """
     if skips is not None and on_host(skips):
         return
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -374,7 +383,7 @@ def step_unless(skips: Tensor | None, optimizer: Optimizer) -> None:
             if parameter.grad is not None:
                 local(parameter.grad).masked_fill_(skips.to(parameter.device), 0)
     try:
-        optimizer.step()
+        optimizer.step() if step is None else step()
     finally:
         vars(optimizer).pop("found_inf", None)
 

@@ -200,6 +200,7 @@ class Preconditioner:
         check_arguments(model, optimizer, {**self._arguments, "curvature": self.curvature})
         self._detached = self._has_stepped = False
         self._skips: Tensor | None = None  # whether the optimizer skips the next step (bool); None: it does not
+        self._are_finite = False  # whether the host knows that all gradients of the next step are finite
         self._consolidated: dict[str, Any] | None = None
         self._expects_auto: bool | None = None
         self.membership = None if optimizer is None else Membership(unwrap(model), optimizer)
@@ -483,8 +484,9 @@ class Preconditioner:
             if self._trial is not None:
                 self._trial.decide(runtime)
             capture.audit.compare(scaling.of_loss, runtime)
-            device = next((parameter.device for parameter in structure.root.parameters()), None)
-            if device is not None and (scaling.reduces or capture.wanted or capture.rows.wanted):
+            needs_skip = scaling.reduces or capture.wanted or capture.rows.wanted
+            device = next((parameter.device for parameter in structure.root.parameters()), None) if needs_skip else None
+            if device is not None:
                 known = [flag for flag in (scaling.skip_step(runtime, device), self._skips) if flag is not None]
                 capture.sums.skip_step = torch.stack([flag.to(device) for flag in known]).any() if known else None
             scale = scaling.of_gradients(
@@ -631,7 +633,12 @@ class Preconditioner:
         with self._progress.phase("solve", self._communicator):
             shared = self._structure.shares_work
             computed = precondition(
-                self._structure.groups, damping, self._communicator, shared=shared, skips=self._skips
+                self._structure.groups,
+                damping,
+                self._communicator,
+                shared=shared,
+                skips=self._skips,
+                are_finite=self._are_finite,
             )
             gradients: list[GroupGradients] = []
             if shared and self._arrivals is not None:

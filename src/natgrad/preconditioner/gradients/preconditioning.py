@@ -34,21 +34,30 @@ _LONG = 65536
 
 
 def precondition(
-    groups: Sequence[BlockGroup], damping: float, runtime: Communicator, *, shared: bool, skips: Tensor | None
+    groups: Sequence[BlockGroup],
+    damping: float,
+    runtime: Communicator,
+    *,
+    shared: bool,
+    skips: Tensor | None,
+    are_finite: bool,
 ) -> Iterator[GroupGradients]:
     """Yield the gradients of layers, preconditioned where this rank is a worker; if `shared`, of all layers.
 
-    If the optimizer `skips` this step (bool; None: it does not), none is usable, and no state changes.
+    If the optimizer `skips` this step (bool; None: it does not), none is usable, and no state changes. `are_finite`:
+    whether the host knows that all gradients are finite.
     Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all groups,
     the collected ones of twice `_BUCKET` bytes or of the two largest groups, and the raw ones of one group.
     """
-    for bucket, received in _received(_buckets(_collect(groups, shared=shared)), runtime):
+    entries = _collect(groups, shared=shared)
+    are_whole = not any(has_shards(entry.group) for entry in entries)
+    for bucket, received in [(entries, {})] if are_whole else _received(_buckets(entries), runtime):
         for entry in bucket:
             if entry.group.role.is_gradient_worker:
                 with profiled("precondition"):
                     entry.gather(received)
                     add_gradients(entry.group, entry.W, entry.blocks)
-                    entry.V = _solve(entry.group, entry.members, entry.W, damping, skips)
+                    entry.V = _solve(entry.group, entry.members, entry.W, damping, skips, are_finite=are_finite)
                     _check(entry, skips)
             yield entry
 
@@ -75,7 +84,13 @@ def dots(X: Tensor, Y: Tensor) -> Tensor:
 
 
 def _solve(
-    group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping: float, skips: Tensor | None
+    group: BlockGroup,
+    members: Sequence[LayerBlocks],
+    W: Tensor,
+    damping: float,
+    skips: Tensor | None,
+    *,
+    are_finite: bool,
 ) -> Tensor:
     """Return the preconditioned gradients of some layers, and update the curvature's state by finite gradients.
 
@@ -85,13 +100,14 @@ def _solve(
     if len(set(ready)) > 1:
         parts = W.split([member.stop - member.start for member in members])
         pairs = zip(members, parts, strict=True)
-        return torch.cat([_solve(group, [member], part, damping, skips) for member, part in pairs])
-    has_results = any(ready)
-    if not has_results and group.curvature.needs_results:
+        solved = [_solve(group, [one], part, damping, skips, are_finite=are_finite) for one, part in pairs]
+        return torch.cat(solved)
+    options = {"has_results": any(ready), "are_finite": are_finite}
+    if not any(ready) and group.curvature.needs_results:
         return W
     blocks, count = group.blocks_of(members), W.shape[0]
     if W.nbytes <= _PIECE:
-        return _solve_piece(group, blocks, W, damping, skips, has_results=has_results)
+        return _solve_piece(group, blocks, W, damping, skips, **options)
     V, step = torch.empty_like(W), max(1, _PIECE * count // W.nbytes)
     for start in range(0, count, step):
         piece = slice(start, min(start + step, count))
@@ -100,19 +116,26 @@ def _solve(
             index: slice | Tensor = slice(some.start, some.stop)
         else:
             index = blocks[piece]
-        V[piece] = _solve_piece(group, index, W[piece], damping, skips, has_results=has_results)
+        V[piece] = _solve_piece(group, index, W[piece], damping, skips, **options)
     return V
 
 
 def _solve_piece(
-    group: BlockGroup, blocks: slice | Tensor, W: Tensor, damping: float, skips: Tensor | None, *, has_results: bool
+    group: BlockGroup,
+    blocks: slice | Tensor,
+    W: Tensor,
+    damping: float,
+    skips: Tensor | None,
+    *,
+    has_results: bool,
+    are_finite: bool,
 ) -> Tensor:
     """Do what `_solve` does for some `blocks` of a group, whose layers all have complete results or have none."""
     state: dict[str, Tensor] = {}
     if group.memory_specs:
         memory = allocate_memory(group)
         state = {spec.name: memory.read(spec.name, blocks).to(W.dtype) for spec in group.memory_specs}
-        all_finite = skips is None and known_finite(W)
+        all_finite = are_finite or (skips is None and known_finite(W))
         updated = group.curvature.update_state(state, W)
         if not isinstance(updated, Mapping):
             raise _wrong_result(f"update_state() of {group.curvature!r}", updated, "tensors by name")
@@ -169,9 +192,6 @@ def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]
 
     Each has groups of all workers, which then receive at once.
     """
-    if not any(has_shards(entry.group) for entry in entries):
-        yield list(entries)
-        return
     by_workers: dict[tuple[int, ...], list[GroupGradients]] = {}
     for entry in entries:
         by_workers.setdefault(entry.group.role.assignment.workers, []).append(entry)
@@ -242,8 +262,9 @@ def _unless(skips: Tensor | None, numbers: Tensor) -> Tensor:
 
 
 def _check(entry: GroupGradients, skips: Tensor | None) -> None:
-    """Set the levels of a group's layers, and ⟨V, W⟩ of each block: nan where V is unusable. W is dropped."""
-    group, inner = entry.group, dots(entry.V, entry.W)
+    """Set the levels of a group's layers, and `GroupGradients.inner`: nan where V is unusable. W is dropped."""
+    group = entry.group
+    inner = entry.V.flatten(1).sum(1) if group.curvature.is_normalized else dots(entry.V, entry.W)
     lowest = 0 if group.curvature.positive_definite else -math.inf
     unusable, usable = None, known_between(inner, lowest)
     if not usable:

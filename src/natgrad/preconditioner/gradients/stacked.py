@@ -35,7 +35,8 @@ class GroupGradients:
         W: The raw gradients ``[n, o, i]``, while they are preconditioned.
         V: The preconditioned gradients ``[n, o, i]``; W where there is no curvature yet.
         held: Instead of V, if the parameters are sharded and this rank is not a worker: the rows that it holds.
-        inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not, or where V is unusable.
+        inner: ⟨V, W⟩ of each block ``[n]``, or the sum of V if the curvature is normalized, which no clip reads; not
+            finite where the gradient is not, or where V is unusable.
         is_fine: Whether the host knows that `inner` is finite.
         levels: The `Level` of each layer; a tensor ``[m]`` after the ranks have shared them.
         failed: Whether each block gets no update, by `inner` ``[n]`` (bool). None: all get one.
@@ -164,7 +165,8 @@ def has_shards(group: BlockGroup) -> bool:
 
 def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
     """Yield each parameter of some layers with its columns ``[n, o, ...]`` of their blocks `stacked`."""
-    parts = stacked.split([member.stop - member.start for member in members])
+    sizes = [member.stop - member.start for member in members]
+    parts = [stacked] if len(members) == 1 else stacked.split_with_sizes(sizes)
     for member, part in zip(members, parts, strict=True):
         slots = member.layer.slots
         for slot in slots:

@@ -97,8 +97,10 @@ class FailureCounters:
 
     def count_failed_decompositions(self, group: BlockGroup, part: str, blocks: list[int], success: list[bool]) -> None:
         """Count the `blocks` whose decomposition failed."""
-        index, failed = torch.tensor(blocks, device="cpu"), ~torch.tensor(success, device="cpu")
-        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", group, index, failed)
+        kind = f"{_DECOMPOSITION}{part}"
+        if not all(success) or (kind, id(group)) in self._streaks:
+            index, failed = torch.tensor(blocks, device="cpu"), ~torch.tensor(success, device="cpu")
+            self._count("failed_decompositions", kind, group, index, failed)
 
     def count_skipped_step(self, unusable: Tensor | None, name_of: Callable[[int], str]) -> Tensor | None:
         """Count this step as skipped if any gradient is `unusable` ``[n]`` (bool), and return whether (bool).
