@@ -322,16 +322,20 @@ RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
 
 
 def train(
-    task: Task, build: Callable[[nn.Module, float], Stepper], lr: float, steps: int, seed: int
+    task: Task, build: Callable[[nn.Module, float], Stepper], lr: float, steps: int, seed: int, *, rises: bool = True
 ) -> dict[str, float]:
-    """Train once; return the final validation loss and the seconds of processor time that a step took."""
+    """Train once; return the final validation loss and the seconds of processor time that a step took.
+
+    `rises`: whether the learning rate rises in the first twentieth of the steps, before it falls.
+    """
     torch.manual_seed(seed)
     model, generator = task.model(), torch.Generator().manual_seed(seed + 1)
     stepper = build(model, lr)
-    warmup = max(1, steps // 20)
+    warmup = max(1, steps // 20) if rises else 0
 
     def factor(step: int) -> float:
-        return min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / (steps - warmup))))
+        rise = (step + 1) / warmup if rises else 1.0
+        return min(rise, 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / (steps - warmup))))
 
     began = process_time()
     for step in range(steps):

@@ -64,7 +64,7 @@ def inverse_root(factors: Tensor, damping: float, power: float) -> tuple[Tensor,
 def _root_by_eigh(factors: Tensor, damping: float, power: float) -> tuple[Tensor, Tensor]:
     """Compute `inverse_root` of matrices by eigendecompositions."""
     values, vectors, succeeded = eigh(factors)
-    half = vectors * _damped_power(values, damping, power).sqrt()[:, None, :]
+    half = vectors * _damped_power(values, damping, power / 2)[:, None, :]
     return product(half, half.mT), succeeded
 
 

@@ -13,7 +13,7 @@ from natgrad.linalg.device import known_all
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.profiling import profiled
 from natgrad.state.averages import allocate_averages, restarted_since, weight_of
-from natgrad.state.tensors import along, diagonals
+from natgrad.state.tensors import along
 
 
 def update_averages(
@@ -62,21 +62,20 @@ def _finite(piece: BlockSums) -> Tensor:
     """Return whether all sums of each block are finite ``[n]``."""
     if piece.finite is not None:
         return piece.finite
-    # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so it is enough to check the diagonal.
-    specs = [spec for spec in piece.group.statistics if spec.name in piece.sums]
-    traces = torch.stack([diagonals(piece.sums[spec.name], spec).sum(1) for spec in specs])
-    return (traces.abs() < torch.inf).all(0)
+    totals = torch.stack([each.flatten(1).sum(1) for each in piece.sums.values()])  # finite only if all terms are
+    return totals.isfinite().all(0)
 
 
 def _average(piece: BlockSums, fine: Tensor, basis_version: list[int]) -> None:
     """Update the averages of the blocks that are `fine`; `basis_version` is the version at which the sums began."""
     group, blocks = piece.group, piece.blocks
     decay, restarted = group.curvature.factor_decay, restarted_since(group, basis_version, blocks)
+    all_fine = known_all(fine)
     for spec in group.statistics:
         if spec.name not in piece.sums:
             continue
         fresh, dims = piece.sums[spec.name], len(piece.sums[spec.name].shape) - 1
-        if not known_all(fine):
+        if not all_fine:
             fresh.masked_fill_(along(~fine, dims), 0)
         if restarted is not None and spec.name in group.restarting:
             # These sums used the previous eigenvectors, so they do not belong to the new average.

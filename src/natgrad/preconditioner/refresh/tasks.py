@@ -117,9 +117,9 @@ class TaskRun:
         """Store the results of the next blocks. Those that are not `fine` keep their old results."""
         results, flags = self.group.state.results, [bool(flag) for flag in fine.tolist()]
         for spec in self.task.writes:
-            before, fresh = results.read(spec.name, blocks), written[spec.name]
+            fresh = written[spec.name]
             if not all(flags):
-                fresh = torch.where(along(fine, len(spec.shape)), fresh, before)
+                fresh = torch.where(along(fine, len(spec.shape)), fresh, results.read(spec.name, blocks))
             results.write(spec.name, blocks, fresh)
             if spec.symmetric:
                 # Other ranks only receive the lower triangle, and all ranks must hold the same bits.
