@@ -32,13 +32,16 @@ VARIANTS = (
     "were tried on three such tasks. With the one chosen there six tasks of this board ended up to 6 % higher than "
     "before. So twelve more forms were tried on eleven other tasks (`benchmarks/muon_factors.py`), and, after this "
     "board's seconds were known, nine intervals and numbers of Newton-Schulz steps (`benchmarks/muon_refresh.py`). "
-    "Last, twelve changes of momentum, of second moments and of what AdamW moves were tried on the same tasks. The "
-    "default now has Nesterov momentum in AdamW, whole factors of sides of at most 256 columns, diagonals of longer "
-    "long sides, the channels' factors of convolutions, four Polar Express steps, refreshes at steps 0, 1, 2, 4... "
-    "and every 100, roots spread over steps, and bfloat16 for large matrices where the device is fast. How large was "
-    "set by the time of products."
+    "Then twelve changes of momentum, of second moments and of what AdamW moves were tried on the same tasks, and last "
+    "three Newton-Schulz steps, also on this board (`docs/measurements.md`). The default now has Nesterov momentum in "
+    "AdamW, whole factors of sides of at most 256 columns, diagonals of longer long sides, the channels' factors of "
+    "convolutions, four Polar Express steps, refreshes at steps 0, 1, 2, 4... and every 100, roots spread over steps, "
+    "and bfloat16 for large matrices where the device is fast. How large was set by the time of products."
 )
 """How many variants of ours were tried. Whoever tries more changes this text."""
+
+TRAINED_ON = "AMD EPYC"
+"""The processor of the journal's trainings. Whoever trains on another changes this text."""
 
 MODES = {"tuned": "tuned per task", "one": "one setting for all tasks"}
 PROFILE_TO = 4.0
@@ -361,7 +364,7 @@ def page(data: Mapping[str, Any], images: str) -> str:
         f"Then {data['seeds']} fresh seeds of the best setting. All numbers are medians of the fresh seeds.",
         "- The learning rates, second parameters and rules were last changed before the first published result, but "
         "after trial runs: AdamW's second parameter was chosen by runs on three tasks. The rule for the one setting "
-        "(below) and the timing of whole cycles were changed later. The steps of all methods were timed anew when "
+        "(below) and the timing of whole cycles were changed later. The steps of all methods were timed anew whenever "
         "natural Muon's had become cheaper.",
         f"- The same schedule for all: {WARM_UP:.0%} linear warm-up, then a cosine to zero. No weight decay. float32, "
         "one thread.",
@@ -383,7 +386,8 @@ def page(data: Mapping[str, Any], images: str) -> str:
         "- The first version of this board chose the one setting by the geometric mean of losses over AdamW's best. "
         "`poisson`, whose losses span five orders of magnitude, decided that mean: without it nine of thirteen methods "
         "would have had another setting. The rule was changed for this reason, after the results were known.",
-        f"- Machine: {machine['processor']}, {machine['cores']} cores, torch {data['versions']['torch']}.",
+        f"- Steps timed on: {machine['processor']}, {machine['cores']} cores, torch {data['versions']['torch']}. "
+        f"Trained on: {TRAINED_ON}.",
         "",
         f"Variants of ours that were tried: {data.get('variants', VARIANTS)}",
         "",
