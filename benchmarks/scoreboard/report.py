@@ -40,9 +40,6 @@ VARIANTS = (
 )
 """How many variants of ours were tried. Whoever tries more changes this text."""
 
-TRAINED_ON = "AMD EPYC"
-"""The processor of the journal's trainings. Whoever trains on another changes this text."""
-
 MODES = {"tuned": "tuned per task", "one": "one setting for all tasks"}
 PROFILE_TO = 4.0
 Scores = dict[str, dict[str, Score]]  # by task and method
@@ -364,7 +361,7 @@ def page(data: Mapping[str, Any], images: str) -> str:
         f"Then {data['seeds']} fresh seeds of the best setting. All numbers are medians of the fresh seeds.",
         "- The learning rates, second parameters and rules were last changed before the first published result, but "
         "after trial runs: AdamW's second parameter was chosen by runs on three tasks. The rule for the one setting "
-        "(below) and the timing of whole cycles were changed later. The steps of all methods were timed anew whenever "
+        "(below) and the timing of whole cycles were changed later. The steps of all methods were timed anew when "
         "natural Muon's had become cheaper.",
         f"- The same schedule for all: {WARM_UP:.0%} linear warm-up, then a cosine to zero. No weight decay. float32, "
         "one thread.",
@@ -386,8 +383,7 @@ def page(data: Mapping[str, Any], images: str) -> str:
         "- The first version of this board chose the one setting by the geometric mean of losses over AdamW's best. "
         "`poisson`, whose losses span five orders of magnitude, decided that mean: without it nine of thirteen methods "
         "would have had another setting. The rule was changed for this reason, after the results were known.",
-        f"- Steps timed on: {machine['processor']}, {machine['cores']} cores, torch {data['versions']['torch']}. "
-        f"Trained on: {TRAINED_ON}.",
+        f"- Machine: {machine['processor']}, {machine['cores']} cores, torch {data['versions']['torch']}.",
         "",
         f"Variants of ours that were tried: {data.get('variants', VARIANTS)}",
         "",

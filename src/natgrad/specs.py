@@ -31,8 +31,7 @@ class TensorSpec:
         name: Its key in the state, unique among all tensors of a curvature.
         shape: Its shape, without the leading N; `ROWS` is a size that depends on the batch.
         symmetric: Whether it is a symmetric positive semi-definite matrix ``[..., d, d]``. Only its lower triangle is
-            stored and sent, and only its diagonal is checked for non-finite numbers. A state with another matrix is
-            not loaded if this is a running average.
+            stored and sent. A state with another matrix is not loaded if this is a running average.
         at_least_float32: Whether it is stored in at least float32 regardless of `natgrad.Precision`, for tensors that
             are computed from their last value, where rounding errors add up. Vectors and scalars always are.
         nonnegative: Whether its elements are at least 0, such as those of a factor's diagonal. A state with others is

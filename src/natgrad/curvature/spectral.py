@@ -238,7 +238,7 @@ class Spectral(Curvature):
         # The squares of tiny elements underflow, so that their norm may be 0.
         norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True, dtype=gradient.dtype)
         norm.clamp_(min=torch.finfo(norm.dtype).tiny ** 0.5)
-        # Without a gradient a layer does not move. (On a CPU `any` of numbers takes five times as long.)
+        # Without a gradient a layer does not move. (On a CPU `any` and other norms take several times as long.)
         highest, lowest = gradient.amax((1, 2), keepdim=True), gradient.amin((1, 2), keepdim=True)
         moves = torch.maximum(highest, lowest.neg_()).sign_()
         if self.groups > 1:

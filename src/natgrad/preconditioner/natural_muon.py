@@ -321,11 +321,6 @@ class NaturalMuon(PreconditionedOptimizer):
         self.preconditioner.step(count)
 
     @override
-    def _move(self, skips: Tensor | None) -> None:
-        assert isinstance(self.optimizer, _Update)
-        step_unless(skips, self.optimizer, self.optimizer.move)
-
-    @override
     def _read_groups(self) -> None:
         super()._read_groups()
         for group in self.param_groups:
@@ -482,12 +477,6 @@ class _Update(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.move()
-        return loss
-
-    @torch.no_grad()
-    def move(self) -> None:
-        """Do what `step` does without a closure."""
         self._follow_dtypes()
         for group in (group for group in self.param_groups if group["spectral"]):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -506,6 +495,7 @@ class _Update(Optimizer):
             else:
                 torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
         self._step_others()
+        return loss
 
     def _step_others(self) -> None:
         """Move the other parameters by AdamW with β₁ m + (1 - β₁) g in place of m (Nesterov momentum, Dozat 2016).
@@ -535,9 +525,9 @@ class _Update(Optimizer):
     def _follow_dtypes(self) -> None:
         """Give AdamW's moments the dtypes that their parameters have now, as loading a state does."""
         for parameter, state in self.state.items():
-            if "exp_avg" in state and state["exp_avg"].dtype != parameter.dtype:
-                for name in state.keys() - {"step"}:
-                    state[name] = state[name].to(parameter.dtype)
+            for name, value in state.items():
+                if name != "step" and isinstance(value, Tensor) and value.dtype != parameter.dtype:
+                    state[name] = value.to(parameter.dtype)
 
     def _by_adamw(self) -> AdamW:
         """Return the AdamW of the other groups, with their state."""
@@ -546,30 +536,25 @@ class _Update(Optimizer):
         others = (group for group in self.param_groups if not group["spectral"])
         # By itself torch never chooses the fused step, which on CPUs takes a fifth of the time for small parameters,
         # and alone can be skipped on an accelerator.
-        groups = [self._fused(group) for group in others]
+        groups = [{**group, "fused": True} if self._can_fuse(group) else group for group in others]
         self._adamw.param_groups, self._adamw.state = groups, self.state
         self._adamw._step_supports_amp_scaling = all(group["fused"] for group in groups)
-        return self._adamw
-
-    def _fused(self, group: Group) -> Group:
-        """Return a group for AdamW's fused step if that can move it: it reads real elements in their order."""
-        if group.get("fused") is not None or group["foreach"] or group["differentiable"]:
-            return group
-        states = [(parameter, self.state.get(parameter, {})) for parameter in group["params"]]
-        for parameter, state in states:
-            tensors = (parameter, parameter.grad, *state.values())
-            if not (_is_readable(parameter) and all(map(_is_in_order, tensors))):
-                return group
-        for parameter, state in states:
+        for parameter in (parameter for group in groups if group["fused"] for parameter in group["params"]):
+            state = self.state.get(parameter, {})
             if "step" in state and state["step"].device != parameter.device:  # a loaded one may be on the host
                 state["step"] = state["step"].to(parameter.device)
-        return {**group, "fused": True}
+        return self._adamw
 
-
-def _is_readable(parameter: Tensor) -> bool:
-    """Return whether the fused step knows the kind of a parameter."""
-    on_device = parameter.is_cuda or (parameter.is_cpu and not is_sharded(parameter))
-    return on_device and parameter.is_floating_point()
+    def _can_fuse(self, group: Group) -> bool:
+        """Return whether AdamW's fused step can move a group: it reads real elements in their order."""
+        if group.get("fused") is not None or group["foreach"] or group["differentiable"]:
+            return False
+        for parameter in group["params"]:
+            on_device = parameter.is_cuda or (parameter.is_cpu and not is_sharded(parameter))
+            tensors = (parameter, parameter.grad, *self.state.get(parameter, {}).values())
+            if not (on_device and parameter.is_floating_point() and all(map(_is_in_order, tensors))):
+                return False
+        return True
 
 
 def _is_in_order(value: object) -> bool:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from natgrad.capture.counts import Count
 from natgrad.distributed.fsdp import is_sharded, local, whole
 from natgrad.errors import require, warn, with_address, with_suggestions
-from natgrad.linalg.device import known_finite, on_host
+from natgrad.linalg.device import known_between, on_host
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.arguments import check_dense
 from natgrad.preconditioner.explanation import Explanation
@@ -159,23 +159,18 @@ class PreconditionedOptimizer(Optimizer):
         skips = None
         if not self._is_loaders_step():
             self._warn_of_missing_curvature()
-            preconditioner = self.preconditioner
-            skips = preconditioner._skips = self._find_skipped_step()
-            preconditioner._are_finite = skips is None and not preconditioner._scaling.reduces
+            skips = self.preconditioner._skips = self._find_skipped_step()
             try:
                 self._precondition(self.count if count is None else count)
             finally:
-                preconditioner._skips, preconditioner._are_finite = None, False
+                self.preconditioner._skips = None
             self._reset_count()
         self._regroup()
         # The host waits for the first one: torch's fused SGD leaves its momentum uninitialised if that is skipped.
         if skips is None or self._has_moved or not bool(skips):
-            self._move(skips if self._has_moved else None)
+            step_unless(skips if self._has_moved else None, self.optimizer)
             self._has_moved = True
         return loss
-
-    def _move(self, skips: Tensor | None) -> None:
-        step_unless(skips, self.optimizer)
 
     def _check_scaler(self) -> None:
         """Check that a ``GradScaler`` calls `step` on all ranks or on none: it decides by the gradients of each."""
@@ -200,7 +195,7 @@ class PreconditionedOptimizer(Optimizer):
             runtime.sum_(found, "counters")
             unusable: Tensor | None = found > 0
         else:
-            unusable = None if known_finite(norms) else ~norms.isfinite()
+            unusable = None if known_between(norms) else ~norms.isfinite()
 
         known = self._membership.parameters  # not `self`, which what keeps the counters would then keep
 
@@ -368,11 +363,8 @@ class PreconditionedOptimizer(Optimizer):
         return f"PreconditionedOptimizer({self.optimizer!r}, {self.preconditioner!r})"
 
 
-def step_unless(skips: Tensor | None, optimizer: Optimizer, step: Callable[[], Any] | None = None) -> None:
-    """Step, unless it `skips` this step (bool; None: it does not). The host does not wait for an accelerator.
-
-    `step` is called in place of the optimizer's method, which torch wraps in hooks and a profiler's range.
-    """
+def step_unless(skips: Tensor | None, optimizer: Optimizer) -> None:
+    """Step, unless it `skips` this step (bool; None: it does not). The host does not wait for an accelerator."""
     if skips is not None and on_host(skips):
         return
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -383,7 +375,7 @@ def step_unless(skips: Tensor | None, optimizer: Optimizer, step: Callable[[], A
             if parameter.grad is not None:
                 local(parameter.grad).masked_fill_(skips.to(parameter.device), 0)
     try:
-        optimizer.step() if step is None else step()
+        optimizer.step()
     finally:
         vars(optimizer).pop("found_inf", None)
 

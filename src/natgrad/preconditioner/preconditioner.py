@@ -200,7 +200,6 @@ class Preconditioner:
         check_arguments(model, optimizer, {**self._arguments, "curvature": self.curvature})
         self._detached = self._has_stepped = False
         self._skips: Tensor | None = None  # whether the optimizer skips the next step (bool); None: it does not
-        self._are_finite = False  # whether the host knows that all gradients of the next step are finite
         self._consolidated: dict[str, Any] | None = None
         self._expects_auto: bool | None = None
         self.membership = None if optimizer is None else Membership(unwrap(model), optimizer)
@@ -633,12 +632,7 @@ class Preconditioner:
         with self._progress.phase("solve", self._communicator):
             shared = self._structure.shares_work
             computed = precondition(
-                self._structure.groups,
-                damping,
-                self._communicator,
-                shared=shared,
-                skips=self._skips,
-                are_finite=self._are_finite,
+                self._structure.groups, damping, self._communicator, shared=shared, skips=self._skips
             )
             gradients: list[GroupGradients] = []
             if shared and self._arrivals is not None:

@@ -34,18 +34,11 @@ _LONG = 65536
 
 
 def precondition(
-    groups: Sequence[BlockGroup],
-    damping: float,
-    runtime: Communicator,
-    *,
-    shared: bool,
-    skips: Tensor | None,
-    are_finite: bool,
+    groups: Sequence[BlockGroup], damping: float, runtime: Communicator, *, shared: bool, skips: Tensor | None
 ) -> Iterator[GroupGradients]:
     """Yield the gradients of layers, preconditioned where this rank is a worker; if `shared`, of all layers.
 
-    If the optimizer `skips` this step (bool; None: it does not), none is usable, and no state changes. `are_finite`:
-    whether the host knows that all gradients are finite.
+    If the optimizer `skips` this step (bool; None: it does not), none is usable, and no state changes.
     Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all groups,
     the collected ones of twice `_BUCKET` bytes or of the two largest groups, and the raw ones of one group.
     """
@@ -57,7 +50,7 @@ def precondition(
                 with profiled("precondition"):
                     entry.gather(received)
                     add_gradients(entry.group, entry.W, entry.blocks)
-                    entry.V = _solve(entry.group, entry.members, entry.W, damping, skips, are_finite=are_finite)
+                    entry.V = _solve(entry.group, entry.members, entry.W, damping, skips)
                     _check(entry, skips)
             yield entry
 
@@ -84,13 +77,7 @@ def dots(X: Tensor, Y: Tensor) -> Tensor:
 
 
 def _solve(
-    group: BlockGroup,
-    members: Sequence[LayerBlocks],
-    W: Tensor,
-    damping: float,
-    skips: Tensor | None,
-    *,
-    are_finite: bool,
+    group: BlockGroup, members: Sequence[LayerBlocks], W: Tensor, damping: float, skips: Tensor | None
 ) -> Tensor:
     """Return the preconditioned gradients of some layers, and update the curvature's state by finite gradients.
 
@@ -100,14 +87,13 @@ def _solve(
     if len(set(ready)) > 1:
         parts = W.split([member.stop - member.start for member in members])
         pairs = zip(members, parts, strict=True)
-        solved = [_solve(group, [one], part, damping, skips, are_finite=are_finite) for one, part in pairs]
-        return torch.cat(solved)
-    options = {"has_results": any(ready), "are_finite": are_finite}
-    if not any(ready) and group.curvature.needs_results:
+        return torch.cat([_solve(group, [member], part, damping, skips) for member, part in pairs])
+    has_results = any(ready)
+    if not has_results and group.curvature.needs_results:
         return W
     blocks, count = group.blocks_of(members), W.shape[0]
     if W.nbytes <= _PIECE:
-        return _solve_piece(group, blocks, W, damping, skips, **options)
+        return _solve_piece(group, blocks, W, damping, skips, has_results=has_results)
     V, step = torch.empty_like(W), max(1, _PIECE * count // W.nbytes)
     for start in range(0, count, step):
         piece = slice(start, min(start + step, count))
@@ -116,26 +102,19 @@ def _solve(
             index: slice | Tensor = slice(some.start, some.stop)
         else:
             index = blocks[piece]
-        V[piece] = _solve_piece(group, index, W[piece], damping, skips, **options)
+        V[piece] = _solve_piece(group, index, W[piece], damping, skips, has_results=has_results)
     return V
 
 
 def _solve_piece(
-    group: BlockGroup,
-    blocks: slice | Tensor,
-    W: Tensor,
-    damping: float,
-    skips: Tensor | None,
-    *,
-    has_results: bool,
-    are_finite: bool,
+    group: BlockGroup, blocks: slice | Tensor, W: Tensor, damping: float, skips: Tensor | None, *, has_results: bool
 ) -> Tensor:
     """Do what `_solve` does for some `blocks` of a group, whose layers all have complete results or have none."""
     state: dict[str, Tensor] = {}
     if group.memory_specs:
         memory = allocate_memory(group)
         state = {spec.name: memory.read(spec.name, blocks).to(W.dtype) for spec in group.memory_specs}
-        all_finite = are_finite or (skips is None and known_finite(W))
+        all_finite = skips is None and known_finite(W)
         updated = group.curvature.update_state(state, W)
         if not isinstance(updated, Mapping):
             raise _wrong_result(f"update_state() of {group.curvature!r}", updated, "tensors by name")
@@ -262,9 +241,8 @@ def _unless(skips: Tensor | None, numbers: Tensor) -> Tensor:
 
 
 def _check(entry: GroupGradients, skips: Tensor | None) -> None:
-    """Set the levels of a group's layers, and `GroupGradients.inner`: nan where V is unusable. W is dropped."""
-    group = entry.group
-    inner = entry.V.flatten(1).sum(1) if group.curvature.is_normalized else dots(entry.V, entry.W)
+    """Set the levels of a group's layers, and ⟨V, W⟩ of each block: nan where V is unusable. W is dropped."""
+    group, inner = entry.group, dots(entry.V, entry.W)
     lowest = 0 if group.curvature.positive_definite else -math.inf
     unusable, usable = None, known_between(inner, lowest)
     if not usable:

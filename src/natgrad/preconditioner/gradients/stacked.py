@@ -35,8 +35,7 @@ class GroupGradients:
         W: The raw gradients ``[n, o, i]``, while they are preconditioned.
         V: The preconditioned gradients ``[n, o, i]``; W where there is no curvature yet.
         held: Instead of V, if the parameters are sharded and this rank is not a worker: the rows that it holds.
-        inner: ⟨V, W⟩ of each block ``[n]``, or the sum of V if the curvature is normalized, which no clip reads; not
-            finite where the gradient is not, or where V is unusable.
+        inner: ⟨V, W⟩ of each block ``[n]``; not finite where the gradient is not, or where V is unusable.
         is_fine: Whether the host knows that `inner` is finite.
         levels: The `Level` of each layer; a tensor ``[m]`` after the ranks have shared them.
         failed: Whether each block gets no update, by `inner` ``[n]`` (bool). None: all get one.

@@ -62,8 +62,8 @@ def _finite(piece: BlockSums) -> Tensor:
     """Return whether all sums of each block are finite ``[n]``."""
     if piece.finite is not None:
         return piece.finite
-    totals = torch.stack([each.flatten(1).sum(1) for each in piece.sums.values()])  # finite only if all terms are
-    return totals.isfinite().all(0)
+    totals = torch.stack([each.reshape(len(each), -1).sum(1) for each in piece.sums.values()])
+    return totals.isfinite().all(0)  # a sum is finite only if all terms are
 
 
 def _average(piece: BlockSums, fine: Tensor, basis_version: list[int]) -> None:
