@@ -180,3 +180,31 @@ def test_the_count_is_saved_and_loaded_also_from_a_state_without_it():
     del state["preconditioner"]["watch"]["skipped_steps"]
     other.load_state_dict(state)
     assert other.metrics()["skipped_steps"] == 0
+
+
+def outside_of_the_optimizer(model):
+    """Precondition two layers, of which the optimizer moves one."""
+    preconditioner = natgrad.Preconditioner(model, natgrad.Spectral(), refresh=EVERY_STEP)
+    return natgrad.PreconditionedOptimizer(torch.optim.SGD(model[5].parameters(), lr=0.1), preconditioner)
+
+
+def narrower_than_the_gradient(model):
+    return natgrad.NaturalMuon(model, precision=natgrad.Precision(solve="float32"), refresh=EVERY_STEP)
+
+
+@pytest.mark.parametrize(
+    ("build", "value"), [(outside_of_the_optimizer, torch.inf), (narrower_than_the_gradient, 1e40)]
+)
+def test_a_gradient_that_the_optimizer_does_not_see_as_unusable_leaves_the_momentum_as_it_is(build, value):
+    model = network()
+    optimizer = build(model)
+
+    def spoil(model):
+        model[3].weight.grad[2, 3] = value
+
+    step(model, optimizer, 0)
+    before = copy.deepcopy(optimizer.preconditioner.state_dict()["blocks"]["3.weight"]["momentum"])
+    step(model, optimizer, 1, spoil)
+    assert_same(optimizer.preconditioner.state_dict()["blocks"]["3.weight"]["momentum"], before)
+    assert optimizer.metrics()["skipped_gradients"] == 1
+    assert optimizer.metrics()["skipped_steps"] == 0

@@ -663,6 +663,12 @@ _add(
     ("preconditioner.natural_muon:_Update.step", "map(id, parameters), -group", "map(id, parameters), group"),
 )
 _add(
+    "momentum_of_unseen_gradients",
+    "The momentum takes a gradient that is not finite if the optimizer skips no step.",
+    "test_skipped_steps.py::test_a_gradient_that_the_optimizer_does_not_see_as_unusable_leaves_the_momentum_as_it_is",
+    ("preconditioner.gradients.preconditioning:_solve_piece", "skips is None and known_finite(W)", "skips is None"),
+)
+_add(
     "pipelined_increments",
     "Factors that leave in a second backward pass are counted with the samples of the first pass once more.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
