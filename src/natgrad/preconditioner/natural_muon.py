@@ -509,9 +509,8 @@ class _Update(Optimizer):
         ahead = []
         for group in adamw.param_groups:
             beta = group["betas"][0]
-            states = ((p.grad, self.state.get(p, {})) for p in group["params"] if p.grad is not None)
-            moved = [(local(state["exp_avg"]), local(grad)) for grad, state in states if "exp_avg" in state]
-            moments, gradients = [moment for moment, _ in moved], [grad for _, grad in moved]
+            moved = [p for p in group["params"] if p.grad is not None and "exp_avg" in self.state.get(p, ())]
+            moments, gradients = [local(self.state[p]["exp_avg"]) for p in moved], [local(p.grad) for p in moved]
             if skips is not None:  # then the moments stay as they are
                 for moment, gradient in zip(moments, gradients, strict=True):
                     torch.where(skips.to(gradient.device), moment, gradient, out=gradient)

@@ -483,9 +483,8 @@ class Preconditioner:
             if self._trial is not None:
                 self._trial.decide(runtime)
             capture.audit.compare(scaling.of_loss, runtime)
-            needs_skip = scaling.reduces or capture.wanted or capture.rows.wanted
-            device = next((parameter.device for parameter in structure.root.parameters()), None) if needs_skip else None
-            if device is not None:
+            device = next((parameter.device for parameter in structure.root.parameters()), None)
+            if device is not None and (scaling.reduces or capture.wanted or capture.rows.wanted):
                 known = [flag for flag in (scaling.skip_step(runtime, device), self._skips) if flag is not None]
                 capture.sums.skip_step = torch.stack([flag.to(device) for flag in known]).any() if known else None
             scale = scaling.of_gradients(

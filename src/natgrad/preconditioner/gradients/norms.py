@@ -27,9 +27,7 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
         gradients.append(gradient)
     wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
     device = parameters[0].device
-    norms: list[Tensor] | tuple[Tensor, ...] = torch._foreach_norm(gradients, dtype=wide) if gradients else []
-    if any(norm.device != device for norm in norms):
-        norms = [norm.to(device) for norm in norms]
+    norms = [norm.to(device) for norm in torch._foreach_norm(gradients, dtype=wide)] if gradients else []
     if len(norms) == len(parameters):
         return torch.stack(norms)
     every = torch.zeros(len(parameters), dtype=wide, device=device)

@@ -164,8 +164,7 @@ def has_shards(group: BlockGroup) -> bool:
 
 def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
     """Yield each parameter of some layers with its columns ``[n, o, ...]`` of their blocks `stacked`."""
-    sizes = [member.stop - member.start for member in members]
-    parts = [stacked] if len(members) == 1 else stacked.split_with_sizes(sizes)
+    parts = stacked.split_with_sizes([member.stop - member.start for member in members])
     for member, part in zip(members, parts, strict=True):
         slots = member.layer.slots
         for slot in slots:
