@@ -137,16 +137,17 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 def _steps(X: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
     """Return X after the steps with these coefficients."""
     S = torch.bmm(X, X.mT)
-    (a, b, c), *others = coefficients
-    Q = torch.baddbmm(S, S, S, beta=b, alpha=c)  # a step multiplies X by a I + Q
-    if not others:
-        return torch.baddbmm(X, Q, X, beta=a)
-    P = Q.clone()
-    P.diagonal(dim1=-2, dim2=-1).add_(a)
-    for following in others:
-        S = torch.baddbmm(S, Q, S, beta=a)
-        S = torch.baddbmm(S, S, Q, beta=a)
-        a, b, c = following
-        Q = torch.baddbmm(S, S, S, beta=b, alpha=c)
-        P = torch.baddbmm(P, Q, P, beta=a)
+    Z = P = _multiplier(S, coefficients[0])
+    for following in coefficients[1:]:
+        S = torch.bmm(torch.bmm(S, Z), Z)
+        Z = _multiplier(S, following)
+        P = torch.bmm(Z, P)
     return torch.bmm(P, X)
+
+
+def _multiplier(S: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
+    """Return ``a I + b S + c S²``."""
+    a, b, c = coefficients
+    Z = torch.baddbmm(S, S, S, beta=b, alpha=c)
+    Z.diagonal(dim1=-2, dim2=-1).add_(a)
+    return Z
