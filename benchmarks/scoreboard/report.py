@@ -34,12 +34,13 @@ VARIANTS = (
     "board's seconds were known, nine intervals and numbers of Newton-Schulz steps (`benchmarks/muon_refresh.py`). "
     "Then twelve changes of momentum, of second moments and of what AdamW moves were tried on the same tasks, and "
     "three Newton-Schulz steps, also on this whole board (at N 0.85 of the best rival's steps and 0.96 of its seconds, "
-    "at 4N 0.90 and 1.00, steps timed on an Intel Xeon; not kept). Last, some twenty powers, dampings, scalings and "
-    "intervals were tried there (`benchmarks/muon_damping.py`), and damping .003 on this whole board at N, where it "
-    "changes the geometric means by less than 0.01; no default changed. The default has Nesterov momentum in AdamW, "
-    "whole factors of sides of at most 256 columns, diagonals of longer long sides, the channels' factors of "
-    "convolutions, four Polar Express steps, refreshes at steps 0, 1, 2, 4... and every 100, roots spread over steps, "
-    "and bfloat16 for large matrices where the device is fast. How large was set by the time of products."
+    "at 4N 0.90 and 1.00, steps timed on an Intel Xeon; not kept). Last, seven powers and dampings "
+    "(`benchmarks/muon_damping.py`) and thirteen other changes (`docs/measurements.md`) were tried off the board, "
+    "and damping .003 on this whole board at N, where the geometric means change by at most 0.01; no default changed. "
+    "The default has Nesterov momentum in AdamW, whole factors of sides of at most 256 columns, diagonals of longer "
+    "long sides, the channels' factors of convolutions, four Polar Express steps, refreshes at steps 0, 1, 2, 4... "
+    "and every 100, roots spread over steps, and bfloat16 for large matrices where the device is fast. How large was "
+    "set by the time of products."
 )
 """How many variants of ours were tried. Whoever tries more changes this text."""
 
@@ -365,7 +366,7 @@ def page(data: Mapping[str, Any], images: str) -> str:
         "- The learning rates, second parameters and rules were last changed before the first published result, but "
         "after trial runs: AdamW's second parameter was chosen by runs on three tasks. The rule for the one setting "
         "(below) and the timing of whole cycles were changed later. The steps of all methods were timed anew when "
-        "natural Muon's had become cheaper, the last time on another processor than most trainings ran on.",
+        "natural Muon's had become cheaper, the last time on an Intel Xeon; most trainings ran on an AMD EPYC.",
         f"- The same schedule for all: {WARM_UP:.0%} linear warm-up, then a cosine to zero. No weight decay. float32, "
         "one thread.",
         f"- Two horizons: N steps and {LONG_HORIZON}N. At {LONG_HORIZON}N: the {LONG_METHODS} methods of the best mean "

@@ -238,8 +238,9 @@ class Spectral(Curvature):
         # The squares of tiny elements underflow, so that their norm may be 0.
         norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True, dtype=gradient.dtype)
         norm.clamp_(min=torch.finfo(norm.dtype).tiny ** 0.5)
-        # Without a gradient a layer does not move. (On a CPU `any` and norms take several times as long.)
-        moves = gradient.abs().amax((1, 2), keepdim=True).sign_()
+        # Without a gradient a layer does not move. (On a CPU `any` and other norms take several times as long.)
+        highest, lowest = gradient.amax((1, 2), keepdim=True), gradient.amin((1, 2), keepdim=True)
+        moves = torch.maximum(highest, lowest.neg_()).sign_()
         if self.groups > 1:
             moves = moves.repeat_interleave(self.groups, 0)
         update = update.mul_(moves.mul_(size).div_(norm)).to(gradient.dtype)
