@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.functional import cross_entropy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import natgrad
 
@@ -104,6 +105,18 @@ def test_a_step_that_an_accelerator_skips_leaves_weights_and_moments():
     update.found_inf = torch.ones(())
     update._step_others()
     torch.testing.assert_close([list(model.parameters()), update.state_dict()["state"]], before, rtol=0, atol=0)
+
+
+def test_hooks_of_all_optimizers_run_once_a_step():
+    natgrad.create_optimizer(Network(), "sgd+kfac", lr=0.1)  # torch then hooks the step of the base class
+    model, seen = Network(), []
+    optimizer = natgrad.NaturalMuon(model)
+    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(type(optimizer)))
+    try:
+        train(model, optimizer, 0, 2)
+    finally:
+        handle.remove()
+    assert seen == [natgrad.NaturalMuon] * 2
 
 
 def test_it_learns():

@@ -660,7 +660,7 @@ _add(
     "arrivals_rate",
     "Updates that arrive after a step are added, not subtracted.",
     "distributed/test_overlap.py::test_steps_are_those_without_overlap",
-    ("preconditioner.natural_muon:_Update.step", "map(id, parameters), -group", "map(id, parameters), group"),
+    ("preconditioner.natural_muon:_Update.move", "map(id, parameters), -group", "map(id, parameters), group"),
 )
 _add(
     "momentum_of_unseen_gradients",

@@ -15,9 +15,8 @@ from natgrad.curvature.likelihood import Likelihood
 from natgrad.curvature.sides import Side
 from natgrad.errors import require, with_suggestions
 from natgrad.layers import Layer, Rows
-from natgrad.linalg import product
 from natgrad.linalg.device import on_host
-from natgrad.linalg.precision import to_dtype
+from natgrad.linalg.precision import least_norm, to_dtype
 from natgrad.linalg.roots import LONG, inverse_root, newton_schulz, polar
 from natgrad.printed import changed
 from natgrad.schedule import check_whole, is_number
@@ -235,18 +234,16 @@ class Spectral(Curvature):
             root_A = None if root_A is None else root_A.repeat_interleave(self.groups, 0)
         update = self._polar(update, root_A)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
-        # The squares of tiny elements underflow, so that their norm may be 0.
         norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True, dtype=gradient.dtype)
-        norm.clamp_(min=torch.finfo(norm.dtype).tiny ** 0.5)
+        norm.clamp_(min=least_norm(gradient.dtype))
         # Without a gradient a layer does not move. (On a CPU `any` and other norms take several times as long.)
-        highest, lowest = gradient.amax((1, 2), keepdim=True), gradient.amin((1, 2), keepdim=True)
-        moves = torch.maximum(highest, lowest.neg_()).sign_()
+        moves = gradient.amax((1, 2), keepdim=True).logical_or(gradient.amin((1, 2), keepdim=True))
         if self.groups > 1:
             moves = moves.repeat_interleave(self.groups, 0)
-        update = update.mul_(moves.mul_(size).div_(norm)).to(gradient.dtype)
+        update = update.mul_(moves.div(norm).mul_(size)).to(gradient.dtype)
         if self.offsets > 1:
             update = update.unflatten(2, (self.offsets, -1)).mT
-        return update.reshape(gradient.shape)
+        return update.reshape(gradient.shape) if self.offsets > 1 or self.groups > 1 else update
 
     def _polar(self, left: Tensor, root_A: Tensor | None) -> Tensor:
         """Return ``polar(X) A_δ^-p`` with X = ``left A_δ^-p``, up to a factor; without a polar factor X."""
@@ -261,9 +258,9 @@ class Spectral(Curvature):
         if not self.A.full:
             return X * root[:, None, :]
         if self.offsets == 1:
-            return product(X, root)
+            return torch.bmm(X, root)
         rows = X.unflatten(2, (self.offsets, -1)).flatten(1, 2)
-        return product(rows, root).view(X.shape)
+        return torch.bmm(rows, root).view(X.shape)
 
     def _from_the_left(self, X: Tensor, root: Tensor) -> Tensor:
-        return product(root, X) if self.G.full else X * root[:, :, None]
+        return torch.bmm(root, X) if self.G.full else X * root[:, :, None]

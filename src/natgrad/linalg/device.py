@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 def on_host(place: Tensor | torch.device) -> bool:
     """Return whether the host can read tensors on this device without a synchronization."""
-    device = place.device if isinstance(place, Tensor) else place
-    return device.type == "cpu"
+    return place.is_cpu if isinstance(place, Tensor) else place.type == "cpu"
 
 
 def accelerators(model: nn.Module) -> list[torch.device]:
@@ -53,11 +52,8 @@ def known_finite(values: Tensor) -> bool:
 
 
 def known_between(values: Tensor, low: float = -math.inf, high: float = math.inf) -> bool:
-    """Return whether all `values` are above `low` and below `high`, and none is nan; False on an accelerator."""
-    if not on_host(values) or not values.numel():
-        return on_host(values)
-    least, largest = values.aminmax()  # nan if any is
-    return low < float(least) and float(largest) < high
+    """Return whether all `values` ``[n]`` are above `low` and below `high`, none nan; False on an accelerator."""
+    return on_host(values) and all(low < value < high for value in values.tolist())
 
 
 _FULL = ("none", "ieee")  # neither TF32 nor bfloat16 inside

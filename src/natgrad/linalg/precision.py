@@ -98,6 +98,12 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@cache
+def least_norm(dtype: torch.dtype) -> float:
+    """Return the norm below which the squares of a vector's elements may underflow, so that 0 is computed."""
+    return float(torch.finfo(dtype).tiny ** 0.5)
+
+
 def power_of_two(groups: torch.Tensor, top: int) -> torch.Tensor:
     """Return for each row ``[..., m]`` the power of two by which its largest finite magnitude comes below 2^top.
 

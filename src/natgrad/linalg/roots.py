@@ -9,22 +9,23 @@ from torch import Tensor
 
 from natgrad.linalg import eigh, product, symmetric
 from natgrad.linalg.device import on_host
-from natgrad.linalg.precision import at_least_float32
+from natgrad.linalg.precision import at_least_float32, least_norm
 
 # The coefficients a, b and c of each step ``X ← (a I + b S + c S²) X``, S = X Xᵀ. They bring singular values between
-# 0.01 and 1 as near to 1 as so many polynomials of degree 5 can (Polar Express: Amsel et al. 2025, algorithm 1): three
-# steps to between 0.73 and 1.27, four to between 0.99 and 1.01. Smaller ones are multiplied by 78 or 153.
+# 0.01 and 1.01 as near to 1 as so many polynomials of degree 5 can (Polar Express: Amsel et al. 2025, algorithm 1):
+# three steps to between 0.73 and 1.27, four to between 0.99 and 1.01. Smaller ones are multiplied by 77 or 151. The
+# polynomials grow fast beyond: rounding must not bring values of 1 there.
 _COEFFICIENTS = (
-    (8.0934, -23.6205, 17.4462),
+    (8.0934 / 1.01, -23.6205 / 1.01**3, 17.4462 / 1.01**5),
     (3.6366, -2.7219, 0.5365),
     (2.6613, -1.9772, 0.4526),
     (1.9562, -1.3375, 0.3839),
     (1.8750, -1.2500, 0.3750),
     (1.8750, -1.2500, 0.3750),
 )
-# The same for singular values between 0.001 and 1, until they are 1.
+# The same for singular values between 0.001 and 1.01, until they are 1.
 _FROM_1000TH = (
-    (8.4703, -25.1081, 18.6293),
+    (8.4703 / 1.01, -25.1081 / 1.01**3, 18.6293 / 1.01**5),
     (4.1828, -3.1087, 0.5806),
     (3.9619, -2.9541, 0.5630),
     (3.2866, -2.4647, 0.5074),
@@ -34,11 +35,11 @@ _FROM_1000TH = (
 )
 # The largest element of an inverse root's power times its matrix, less I, at which it is not exact enough.
 _LARGEST_ERROR = 0.05
-# The polynomials grow fast above 1, which rounding must not reach.
-_MARGIN = 1.01
 # Steps in a dtype narrower than float32 before S is computed anew: its small eigenvalues may be rounded to negative
 # ones, which would grow.
 _STEPS_PER_GRAM = 2
+# The multiply-adds of X Xᵀ from which fewer multiply-adds save more than the calls for them take.
+_GRAM_WORK = 2**19
 # The ratio of its sides from which the inverse square root of the smaller side takes fewer products than steps.
 LONG = 1.5
 
@@ -90,7 +91,7 @@ def root_by_products(factors: Tensor, damping: float, power: float) -> tuple[Ten
 
 def _coupled(S: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> tuple[Tensor, Tensor]:
     """Return square roots and inverse square roots of positive definite matrices ``[N, d, d]``."""
-    scale = torch.linalg.vector_norm(S, dim=(1, 2), keepdim=True) * _MARGIN  # no eigenvalue is larger
+    scale = torch.linalg.vector_norm(S, dim=(1, 2), keepdim=True)  # no eigenvalue is larger
     root = S / scale
     inverse: Tensor | None = None
     for a, b, c in coefficients:
@@ -119,23 +120,29 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """Return approximate polar factors by at most 6 Newton-Schulz steps, which need products alone (Jordan 2024, Muon).
 
     Long matrices are multiplied by the product of all polynomials, which are polynomials of the small ``X Xᵀ`` alone
-    (Gram Newton-Schulz, Dao-AILab 2026). Matrices of zeros stay zero. Cost, with d the smaller of o and i:
-    N steps (2 o i + d²) d multiply-adds, or N (2 o i + d² (4 steps - 3)) d for long matrices, in narrow dtypes for
-    every two steps.
+    (Gram Newton-Schulz, Dao-AILab 2026); if small, they are not, because that takes twice as many calls. Matrices of
+    zeros stay zero. Cost, with d the smaller of o and i: N steps (2 o i + d²) d multiply-adds, or
+    N (2 o i + d² (4 steps - 3)) d for long matrices, in narrow dtypes for every two steps.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     X = matrices.mT if tall else matrices
     dtype = at_least_float32(X.dtype)
-    norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=dtype).mul_(_MARGIN)
-    X = X * norm.clamp_(min=torch.finfo(dtype).tiny ** 0.5).reciprocal_().to(X.dtype)  # its square may underflow
-    at_once = 1 if X.shape[2] <= LONG * X.shape[1] else steps if X.dtype == dtype else _STEPS_PER_GRAM
-    for first in range(0, steps, at_once):
-        X = _steps(X, _COEFFICIENTS[first : min(first + at_once, steps)])
+    norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=dtype)
+    X = X / norm.clamp_(min=least_norm(dtype)).to(X.dtype)
+    coefficients = _COEFFICIENTS[:steps]
+    if X.shape[2] > LONG * X.shape[1] and X.shape[2] * X.shape[1] ** 2 >= _GRAM_WORK:
+        at_once = steps if X.dtype == dtype else _STEPS_PER_GRAM
+        for first in range(0, steps, at_once):
+            X = _gram_steps(X, coefficients[first : first + at_once])
+    else:
+        for a, b, c in coefficients:
+            S = torch.bmm(X, X.mT)
+            X = torch.baddbmm(X, torch.baddbmm(S, S, S, beta=b, alpha=c), X, beta=a)
     return X.mT if tall else X
 
 
-def _steps(X: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
-    """Return X after the steps with these coefficients."""
+def _gram_steps(X: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
+    """Return long matrices after the steps with these coefficients."""
     S = torch.bmm(X, X.mT)
     Z = P = _multiplier(S, coefficients[0])
     for following in coefficients[1:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -300,9 +301,8 @@ class NaturalMuon(PreconditionedOptimizer):
         return super().metrics()
 
     @override
-    def step(self, closure: Callable[[], Any] | None = None, *, count: Count | None = None) -> Any:
+    def _begin_step(self) -> None:
         self.finish()
-        return super().step(closure, count=count)
 
     def finish(self) -> None:
         """Wait for the updates of the last step, with ``overlap=True``.
@@ -319,6 +319,11 @@ class NaturalMuon(PreconditionedOptimizer):
             self.preconditioner._check_step(count)  # before the gradients change
             self._clip()
         self.preconditioner.step(count)
+
+    @override
+    def _move(self, skips: Tensor | None) -> None:
+        assert isinstance(self.optimizer, _Update)
+        step_unless(skips, self.optimizer, self.optimizer.move)
 
     @override
     def _read_groups(self) -> None:
@@ -470,13 +475,21 @@ class _Update(Optimizer):
             groups.append({"params": undecayed, "weight_decay": 0.0})
         super().__init__(groups, {**defaults, "spectral": False})
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step after the `closure`. ``.grad`` of matrices holds natgrad's update, unless that arrives later."""
+        """Take a step after the `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.move()
+        return loss
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Take a step without the hooks that torch adds to `step`, as `NaturalMuon.step` has them.
+
+        ``.grad`` of matrices holds natgrad's update, unless that arrives later.
+        """
         self._follow_dtypes()
         for group in (group for group in self.param_groups if group["spectral"]):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -495,7 +508,6 @@ class _Update(Optimizer):
             else:
                 torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
         self._step_others()
-        return loss
 
     def _step_others(self) -> None:
         """Move the other parameters by AdamW with β₁ m + (1 - β₁) g in place of m (Nesterov momentum, Dozat 2016).
@@ -517,7 +529,7 @@ class _Update(Optimizer):
             if moved and beta:
                 torch._foreach_lerp_(moments, gradients, 1 - beta)
                 ahead.append((moments, gradients, 1 - 1 / beta))
-        step_unless(skips, adamw)
+        step_unless(skips, adamw, partial(inspect.unwrap(AdamW.step), adamw))  # without hooks, as `move`
         for moments, gradients, weight in ahead:
             torch._foreach_lerp_(moments, gradients, weight)
 

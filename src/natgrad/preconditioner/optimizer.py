@@ -150,6 +150,7 @@ class PreconditionedOptimizer(Optimizer):
         Warns:
             NatgradWarning: once, if a step is skipped.
         """
+        self._begin_step()
         self._check_scaler()
         loss = None
         if closure is not None:
@@ -168,9 +169,16 @@ class PreconditionedOptimizer(Optimizer):
         self._regroup()
         # The host waits for the first one: torch's fused SGD leaves its momentum uninitialised if that is skipped.
         if skips is None or self._has_moved or not bool(skips):
-            step_unless(skips if self._has_moved else None, self.optimizer)
+            self._move(skips if self._has_moved else None)
             self._has_moved = True
         return loss
+
+    def _begin_step(self) -> None:
+        """Do what must precede a step. In a subclass with a `step` of its own torch's hooks would run twice."""
+
+    def _move(self, skips: Tensor | None) -> None:
+        """Let the inner optimizer step, as `step_unless`."""
+        step_unless(skips, self.optimizer, self.optimizer.step)
 
     def _check_scaler(self) -> None:
         """Check that a ``GradScaler`` calls `step` on all ranks or on none: it decides by the gradients of each."""
@@ -363,8 +371,11 @@ class PreconditionedOptimizer(Optimizer):
         return f"PreconditionedOptimizer({self.optimizer!r}, {self.preconditioner!r})"
 
 
-def step_unless(skips: Tensor | None, optimizer: Optimizer) -> None:
-    """Step, unless it `skips` this step (bool; None: it does not). The host does not wait for an accelerator."""
+def step_unless(skips: Tensor | None, optimizer: Optimizer, step: Callable[[], Any]) -> None:
+    """Call the `step` of an optimizer unless it `skips` this step (bool; None: it does not).
+
+    The host does not wait for an accelerator.
+    """
     if skips is not None and on_host(skips):
         return
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -375,7 +386,7 @@ def step_unless(skips: Tensor | None, optimizer: Optimizer) -> None:
             if parameter.grad is not None:
                 local(parameter.grad).masked_fill_(skips.to(parameter.device), 0)
     try:
-        optimizer.step()
+        step()
     finally:
         vars(optimizer).pop("found_inf", None)
 
