@@ -100,7 +100,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def least_norm(dtype: torch.dtype) -> float:
-    """Return the norm below which the squares of a vector's elements may underflow, so that 0 is computed."""
+    """Return the norm below which 0 may be computed, because the squares of a vector's elements underflow."""
     return float(torch.finfo(dtype).tiny ** 0.5)
 
 

@@ -38,7 +38,8 @@ _LARGEST_ERROR = 0.05
 # Steps in a dtype narrower than float32 before S is computed anew: its small eigenvalues may be rounded to negative
 # ones, which would grow.
 _STEPS_PER_GRAM = 2
-# The multiply-adds of X Xᵀ from which fewer multiply-adds save more than the calls for them take.
+# The multiply-adds of X Xᵀ from which the product of all polynomials is faster than one step after the other. Below,
+# most of the time is that of calls, of which it takes twice as many.
 _GRAM_WORK = 2**19
 # The ratio of its sides from which the inverse square root of the smaller side takes fewer products than steps.
 LONG = 1.5
@@ -119,10 +120,10 @@ def polar(matrices: Tensor) -> Tensor:
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """Return approximate polar factors by at most 6 Newton-Schulz steps, which need products alone (Jordan 2024, Muon).
 
-    Long matrices are multiplied by the product of all polynomials, which are polynomials of the small ``X Xᵀ`` alone
-    (Gram Newton-Schulz, Dao-AILab 2026); if small, they are not, because that takes twice as many calls. Matrices of
-    zeros stay zero. Cost, with d the smaller of o and i: N steps (2 o i + d²) d multiply-adds, or
-    N (2 o i + d² (4 steps - 3)) d for long matrices, in narrow dtypes for every two steps.
+    Long matrices, unless they are small, are multiplied by the product of all polynomials, which are polynomials of
+    ``X Xᵀ`` alone (Gram Newton-Schulz, Dao-AILab 2026). Matrices of zeros stay zero. Cost, with d the smaller of o and
+    i: N steps (2 o i + d²) d multiply-adds, or N (2 o i + d² (4 steps - 3)) d for long matrices, in narrow dtypes for
+    every two steps.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     X = matrices.mT if tall else matrices
@@ -142,7 +143,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 
 
 def _gram_steps(X: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
-    """Return long matrices after the steps with these coefficients."""
+    """Return long matrices X after the steps with these coefficients, by products of ``X Xᵀ``."""
     S = torch.bmm(X, X.mT)
     Z = P = _multiplier(S, coefficients[0])
     for following in coefficients[1:]:

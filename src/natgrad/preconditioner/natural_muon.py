@@ -486,7 +486,7 @@ class _Update(Optimizer):
 
     @torch.no_grad()
     def move(self) -> None:
-        """Take a step without the hooks that torch adds to `step`, as `NaturalMuon.step` has them.
+        """Take a step without the hooks that torch adds to `step`: those of `NaturalMuon.step` have run.
 
         ``.grad`` of matrices holds natgrad's update, unless that arrives later.
         """

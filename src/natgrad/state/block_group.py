@@ -184,11 +184,9 @@ class BlockGroup:
     @property
     def parameter(self) -> Tensor:
         """A parameter of the group, or a tensor with the dtype and device that a sharded one has between steps."""
-        for member in self.members:
-            slot = member.layer.slots[0]
-            if (parameter := slot.module._parameters.get(slot.leaf)) is not None:
-                break
-        assert parameter is not None
+        slots = (member.layer.slots[0] for member in self.members)
+        found = (slot.module._parameters.get(slot.leaf) for slot in slots)
+        parameter = next(parameter for parameter in found if parameter is not None)
         if is_sharded(parameter):  # within a pass FSDP2 replaces it by a plain tensor, which may have another dtype
             self.state.plain = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         return parameter if self.state.plain is None else self.state.plain

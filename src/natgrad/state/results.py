@@ -29,8 +29,8 @@ def read_results(
     group: BlockGroup, names: Iterable[str], blocks: slice | Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return some results for some blocks, in `dtype` unless the curvature accepts narrow ones."""
-    wanted = None if group.curvature.takes_narrow else dtype
-    return {name: group.state.results.read(name, blocks, wanted) for name in names}
+    results = {name: group.state.results.read(name, blocks) for name in names}
+    return results if group.curvature.takes_narrow else {name: result.to(dtype) for name, result in results.items()}
 
 
 def read_for_capture(group: BlockGroup, member: LayerBlocks) -> dict[str, Tensor] | None:
@@ -44,7 +44,7 @@ def previous(group: BlockGroup, task: Task, blocks: slice) -> dict[str, Tensor] 
     """Return the last results of a task for some blocks; None: it does not need them, or some are missing."""
     if not (task.needs_previous and all(group.state.good[task.name][blocks])):
         return None
-    return {spec.name: group.state.results.read(spec.name, blocks, group.work_dtype) for spec in task.writes}
+    return {spec.name: group.state.results.read(spec.name, blocks).to(group.work_dtype) for spec in task.writes}
 
 
 def record_results(

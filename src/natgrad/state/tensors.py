@@ -47,15 +47,12 @@ class StateTensors(dict[str, Tensor]):
             if stored == torch.float16:
                 self._scales[spec.name] = torch.ones(size, device=device)
 
-    def read(self, name: str, blocks: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return some blocks of a tensor in `dtype`; None: float16 ones in float32, others as they are stored.
-
-        What is returned as it is stored are views, for a slice.
-        """
+    def read(self, name: str, blocks: slice | Tensor) -> Tensor:
+        """Return some blocks of a tensor: float16 ones in float32, others as they are stored (views, for a slice)."""
         values = self[name][blocks]
-        if name in self._scales:
-            values = values.float().mul_(along(self._scales[name][blocks], values.ndim - 1))
-        return values if dtype is None or values.dtype == dtype else values.to(dtype)
+        if name not in self._scales:
+            return values
+        return values.float().mul_(along(self._scales[name][blocks], values.ndim - 1))
 
     def write(self, name: str, blocks: slice | Tensor, values: Tensor) -> None:
         """Write finite values ``[n, *shape]`` into some blocks of a tensor, packed if the tensor is in `packed`."""

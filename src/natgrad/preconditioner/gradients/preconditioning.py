@@ -113,7 +113,7 @@ def _solve_piece(
     state: dict[str, Tensor] = {}
     if group.memory_specs:
         memory = allocate_memory(group)
-        state = {spec.name: memory.read(spec.name, blocks, W.dtype) for spec in group.memory_specs}
+        state = {spec.name: memory.read(spec.name, blocks).to(W.dtype) for spec in group.memory_specs}
         all_finite = skips is None and known_finite(W)
         updated = group.curvature.update_state(state, W)
         if not isinstance(updated, Mapping):
