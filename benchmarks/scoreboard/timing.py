@@ -28,7 +28,7 @@ from benchmarks.scoreboard.tasks import TASKS
 BLOCK, BLOCKS, REPEATS = 100, 2, 3
 TURNS = 4  # of a block
 EARLY = 1  # blocks that are not like later ones
-REVISION = 4  # counts changes here and in natgrad that make earlier step times worthless
+REVISION = 5  # counts changes here and in natgrad that make earlier step times worthless
 MEMORY_STEPS = 30
 
 
