@@ -489,3 +489,20 @@ def test_layers_that_it_cannot_move_are_refused_by_name(layer, message):
     if isinstance(layer, nn.EmbeddingBag):
         layer.requires_grad_(False)
         natgrad.NaturalMuon(model)
+
+
+def test_a_state_in_which_other_factors_were_whole_is_refused():
+    model = nn.Sequential(nn.Linear(300, 8), nn.Tanh(), nn.Linear(8, 3))
+    before = natgrad.NaturalMuon(model, full_factors=True)
+    model(torch.randn(4, 300, generator=torch.Generator().manual_seed(0))).square().mean().backward()
+    before.step()
+    with pytest.raises(ValueError, match=r"0\.weight.*'A'.*a version in which other factors of natural Muon"):
+        natgrad.NaturalMuon(copy.deepcopy(model)).load_state_dict(before.state_dict())
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("fast", [True, False])
+def test_products_are_in_bfloat16_where_torch_says_that_the_processor_has_them(fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": fast})
+    shown = natgrad.NaturalMuon(Network()).preconditioner.explain().rows
+    assert any("bfloat16" in str(row.curvature) for row in shown) == fast

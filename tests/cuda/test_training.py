@@ -152,3 +152,17 @@ def test_compiled_cells(cell):
         preconditioner.step()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     dense.assert_equal(*found, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_factors_of_rows_of_16_bits_are_exact(dtype):
+    model = torch.nn.Conv2d(8, 16, 3, device="cuda", dtype=dtype)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(factor_decay=0.0))
+    inputs = torch.randn(32, 8, 9, 9, device="cuda", dtype=dtype)
+    model(inputs).float().square().mean().backward()
+    preconditioner.step()
+    (block,) = preconditioner.state_dict()["blocks"].values()
+    rows = torch.nn.functional.unfold(inputs.double(), 3).mT.flatten(0, 1)
+    rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+    exact = rows.mT @ rows / len(inputs)
+    assert (block["A"].double() - exact).norm() < 1e-5 * exact.norm()

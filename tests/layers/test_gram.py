@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -197,3 +198,43 @@ def test_columns_are_the_patches_and_come_in_pieces(case, piece, seed):
 
 def sorted_rows(rows: Tensor) -> Tensor:
     return torch.tensor(sorted(rows.tolist())).view(rows.shape)
+
+
+@pytest.fixture
+def multiplied(monkeypatch):
+    """The dtypes of products whose sums are in float32, as a GPU computes them: torch has none for the CPU."""
+    seen = set()
+
+    def with_sums_in_float32(plain):
+        def product(left, right, out_dtype):
+            seen.update([left.dtype, right.dtype])
+            return plain(left.to(out_dtype), right.to(out_dtype))
+
+        return product
+
+    for name in ("mm", "bmm"):
+        monkeypatch.setattr(torch, name, with_sums_in_float32(getattr(torch, name)))
+    monkeypatch.setattr("natgrad.layers.gram.rows.adds_16_bits_in_float32", lambda device: True)
+    monkeypatch.setattr("natgrad.layers.gram.patches.on_host", lambda place: False)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_and_patches_of_16_bits_are_multiplied_as_they_are(dtype, multiplied):
+    for stack in ((), (3,)):
+        rows = torch.randn(*stack, 40, 130).to(dtype)
+        out = torch.zeros(*stack, 131, 131)
+        gram.add_row_gram_(out, rows, scale=0.25, bias=True)
+        exact = with_ones(rows.double(), True)
+        torch.testing.assert_close(mirrored(out).double(), 0.25 * exact.mT @ exact, rtol=1e-5, atol=1e-5)
+    for groups in (1, 2):
+        case = Convolution(2, groups, 3, (7, 5), (3, 2), (2, 1), ((1, 1), (0, 2)), (1, 2))
+        maps = case.maps(0, dtype)
+        exact = with_ones(explicit_patches(maps.double(), case), True)
+        out = torch.zeros(groups, exact.shape[-1], exact.shape[-1])
+        gram.add_patch_gram_(out, maps, Window(**case.geometry), bias=True)
+        torch.testing.assert_close(mirrored(out).double(), exact.mT @ exact, rtol=1e-5, atol=1e-5)
+    assert multiplied == {dtype}
+    gram.add_row_gram_(torch.zeros(4, 4), torch.randn(3, 4))
+    gram.add_row_gram_(torch.zeros(4, 4, dtype=torch.float64), torch.randn(3, 4).to(dtype))
+    assert multiplied == {dtype}

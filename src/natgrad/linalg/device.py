@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     known: Any = getattr(torch.cpu, "get_capabilities", dict)  # not in older torch
     capabilities = known() if on_host(device) else {}
     return any(name.endswith("bf16") and fits for name, fits in capabilities.items())
+
+
+@cache
+def adds_16_bits_in_float32(device: torch.device) -> bool:
+    """Return whether torch multiplies matrices of 16 bits there to one in float32: on CUDA, from torch 2.8 on."""
+    return device.type == "cuda" and torch.version.cuda is not None and "dtype" in torch.ops.aten.mm.overloads()
 
 
 def memory_of(device: torch.device) -> int | None:

@@ -43,7 +43,9 @@ def add_patch_gram_(out: Tensor, maps: Tensor, window: Window, *, bias: bool = F
     a are the patches of ``maps [B, C, *spatial]``; i is C/n · Π kernel_size, and one more when ``bias``: patches then
     end in a 1. Maps of any strides and floating dtype are cast to the dtype of ``out``.
     """
-    maps, groups, piece = maps.to(out.dtype), len(out), _piece(out)
+    groups, piece = len(out), _piece(out)
+    if on_host(maps):  # a GPU copies the patches as they are
+        maps = maps.to(out.dtype)
     square = out[:, :-1, :-1] if bias else out
     if math.prod(window.kernel_size) == 1:
         # Positions on the padding contribute zero.
@@ -56,7 +58,7 @@ def add_patch_gram_(out: Tensor, maps: Tensor, window: Window, *, bias: bool = F
         add_column_grams_(square, window.columns(maps, groups, piece), scale=scale)
     if bias:
         count = len(maps) * math.prod(window.positions(tuple(maps.shape[2:])))
-        for columns in window.columns(maps.sum(0, keepdim=True), groups, piece):
+        for columns in window.columns(maps.sum(0, keepdim=True, dtype=out.dtype), groups, piece):
             add_bias_row_(out, columns.transpose(1, 2), count, scale=scale)
             count = 0
 

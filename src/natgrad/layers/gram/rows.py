@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from math import ceil
 
+import torch
 from torch import Tensor
 
-from natgrad.linalg.device import on_host
+from natgrad.linalg.device import adds_16_bits_in_float32, on_host
 
 _CPU_PANEL, _GPU_PANEL = 112, 1024
 """About how many rows of a product are computed at a time, or a twelfth of all. A GPU needs few large products."""
@@ -20,19 +21,21 @@ def add_row_gram_(out: Tensor, rows: Tensor, *, scale: float = 1.0, bias: bool =
 
     Args:
         out: ``[d, d]`` or stacked ``[N, d, d]``, with one more row and column when ``bias``.
-        rows: ``[m, d]`` or stacked ``[N, m, d]``, of any strides and floating dtype; cast to that of ``out``.
+        rows: ``[m, d]`` or stacked ``[N, m, d]``, of any strides and floating dtype. They are cast to that of ``out``,
+            except those of 16 bits that the device multiplies as they are, with sums in float32 (Osawa 2019, 3.4).
         scale: Factor of the product.
         bias: Whether the rows end in a 1.
     """
-    rows, size = rows.to(out.dtype), rows.shape[-1]
+    size, narrow = rows.shape[-1], rows.dtype.itemsize == 2 and out.dtype == torch.float32
+    if not (narrow and adds_16_bits_in_float32(rows.device)):
+        rows = rows.to(out.dtype)
     if out.ndim == 3 and len(out) == 1:
         out, rows = out[0], rows.flatten(0, -2)
-    product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
     panels = max(1, min(ceil(size / (_CPU_PANEL if on_host(out) else _GPU_PANEL)), 12))
     step = 16 * max(1, ceil(size / (16 * panels)))  # of nearly equal height
     for start in range(0, size, step):
         stop = min(start + step, size)
-        product(out[..., start:stop, :stop], rows[..., start:stop].mT, rows[..., :stop], alpha=scale)
+        _add_product_(out[..., start:stop, :stop], rows[..., start:stop].mT, rows[..., :stop], scale)
     if bias:
         add_bias_row_(out, rows, rows.shape[-2], scale=scale)
 
@@ -46,6 +49,13 @@ def add_column_grams_(out: Tensor, pieces: Iterable[Tensor], *, scale: float = 1
 def add_bias_row_(out: Tensor, rows: Tensor, count: int, *, scale: float = 1.0) -> None:
     """Add ``scale`` times Σ rows and `count` to the last row of ``out``, which has one more column than rows."""
     ones = rows.new_ones(*rows.shape[:-2], 1, rows.shape[-2])  # a product, as it is twice as fast as a sum
-    product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
-    product(out[..., -1:, :-1], ones, rows, alpha=scale)
+    _add_product_(out[..., -1:, :-1], ones, rows, scale)
     out[..., -1, -1].add_(scale * count)
+
+
+def _add_product_(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """Add ``scale`` times a product of matrices or stacked ones, whose dtype may be narrower than that of ``out``."""
+    if left.dtype == out.dtype:
+        (Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_)(out, left, right, alpha=scale)
+    else:
+        out.add_((torch.mm if out.ndim == 2 else torch.bmm)(left, right, out_dtype=out.dtype), alpha=scale)
