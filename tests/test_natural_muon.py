@@ -503,6 +503,6 @@ def test_a_state_in_which_other_factors_were_whole_is_refused():
 @pytest.mark.cpu
 @pytest.mark.parametrize("fast", [True, False])
 def test_products_are_in_bfloat16_where_torch_says_that_the_processor_has_them(fast, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": fast})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": fast}, raising=False)
     shown = natgrad.NaturalMuon(Network()).preconditioner.explain().rows
     assert any("bfloat16" in str(row.curvature) for row in shown) == fast

@@ -202,39 +202,63 @@ def sorted_rows(rows: Tensor) -> Tensor:
 
 @pytest.fixture
 def multiplied(monkeypatch):
-    """The dtypes of products whose sums are in float32, as a GPU computes them: torch has none for the CPU."""
-    seen = set()
+    """The dtypes of the products, and a GPU's products with sums in float32, which torch does not have for the CPU."""
+    seen = []
 
     def with_sums_in_float32(plain):
         def product(left, right, out_dtype):
-            seen.update([left.dtype, right.dtype])
+            seen.append(left.dtype)
             return plain(left.to(out_dtype), right.to(out_dtype))
+
+        return product
+
+    def noted(plain):
+        def product(out, left, right, *, alpha):
+            seen.append(left.dtype)
+            return plain(out, left, right, alpha=alpha)
 
         return product
 
     for name in ("mm", "bmm"):
         monkeypatch.setattr(torch, name, with_sums_in_float32(getattr(torch, name)))
-    monkeypatch.setattr("natgrad.layers.gram.rows.adds_16_bits_in_float32", lambda device: True)
+    for name in ("addmm_", "baddbmm_"):
+        monkeypatch.setattr(Tensor, name, noted(getattr(Tensor, name)))
+    monkeypatch.setattr("natgrad.layers.gram.rows.adds_in_float32", lambda rows: rows.dtype.itemsize == 2)
     monkeypatch.setattr("natgrad.layers.gram.patches.on_host", lambda place: False)
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows_and_patches_of_16_bits_are_multiplied_as_they_are(dtype, multiplied):
-    for stack in ((), (3,)):
-        rows = torch.randn(*stack, 40, 130).to(dtype)
-        out = torch.zeros(*stack, 131, 131)
-        gram.add_row_gram_(out, rows, scale=0.25, bias=True)
-        exact = with_ones(rows.double(), True)
-        torch.testing.assert_close(mirrored(out).double(), 0.25 * exact.mT @ exact, rtol=1e-5, atol=1e-5)
-    for groups in (1, 2):
-        case = Convolution(2, groups, 3, (7, 5), (3, 2), (2, 1), ((1, 1), (0, 2)), (1, 2))
-        maps = case.maps(0, dtype)
-        exact = with_ones(explicit_patches(maps.double(), case), True)
-        out = torch.zeros(groups, exact.shape[-1], exact.shape[-1])
-        gram.add_patch_gram_(out, maps, Window(**case.geometry), bias=True)
-        torch.testing.assert_close(mirrored(out).double(), exact.mT @ exact, rtol=1e-5, atol=1e-5)
-    assert multiplied == {dtype}
+NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@NARROW
+@pytest.mark.parametrize("stack", [(), (3,)], ids=str)
+def test_rows_of_16_bits_are_multiplied_as_they_are(dtype, stack, multiplied):
+    rows = torch.randn(*stack, 40, 130).to(dtype)
+    out = torch.zeros(*stack, 131, 131)
+    gram.add_row_gram_(out, rows, scale=0.25, bias=True)
+    assert set(multiplied) == {dtype}
+    exact = with_ones(rows.double(), True)
+    torch.testing.assert_close(mirrored(out).double(), 0.25 * exact.mT @ exact, rtol=1e-5, atol=1e-5)
+
+
+@NARROW
+@pytest.mark.parametrize("groups", [1, 2])
+def test_patches_of_16_bits_are_multiplied_as_they_are(dtype, groups, multiplied):
+    case = Convolution(2, groups, 3, (7, 5), (3, 2), (2, 1), ((1, 1), (0, 2)), (1, 2))
+    maps = case.maps(0, dtype)
+    out = symmetric(groups, 18, 18).float().zero_()
+    gram.add_patch_gram_(out, maps, Window(**case.geometry), scale=0.5)
+    assert set(multiplied) == {dtype}
+    exact = explicit_patches(maps.double(), case)
+    torch.testing.assert_close(mirrored(out).double(), 0.5 * exact.mT @ exact, rtol=1e-5, atol=1e-5)
+    out = torch.zeros(groups, 19, 19)
+    gram.add_patch_gram_(out, maps, Window(**case.geometry), bias=True)  # the bias's row is of sums in float32
+    exact = with_ones(exact, True)
+    torch.testing.assert_close(mirrored(out).double(), exact.mT @ exact, rtol=1e-5, atol=1e-5)
+
+
+def test_other_rows_and_sums_in_float64_are_not(multiplied):
     gram.add_row_gram_(torch.zeros(4, 4), torch.randn(3, 4))
-    gram.add_row_gram_(torch.zeros(4, 4, dtype=torch.float64), torch.randn(3, 4).to(dtype))
-    assert multiplied == {dtype}
+    gram.add_row_gram_(torch.zeros(4, 4, dtype=torch.float64), torch.randn(3, 4).half())
+    assert multiplied == [torch.float32, torch.float64]

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,10 +31,14 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return any(name.endswith("bf16") and fits for name, fits in capabilities.items())
 
 
-@cache
-def adds_16_bits_in_float32(device: torch.device) -> bool:
-    """Return whether torch multiplies matrices of 16 bits there to one in float32: on CUDA, from torch 2.8 on."""
-    return device.type == "cuda" and torch.version.cuda is not None and "dtype" in torch.ops.aten.mm.overloads()
+def adds_in_float32(rows: Tensor) -> bool:
+    """Return whether torch multiplies `rows` of 16 bits as they are and adds in float32: on CUDA, from torch 2.8 on."""
+    if not rows.is_cuda or torch.version.cuda is None or "dtype" not in torch.ops.aten.mm.overloads():
+        return False
+    if rows.dtype == torch.bfloat16:
+        return multiplies_bfloat16(rows.device)
+    # Sums in float16, which the user may allow (torch 2.7 and later), cannot be had in float32.
+    return rows.dtype == torch.float16 and not getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
 
 
 def memory_of(device: torch.device) -> int | None:

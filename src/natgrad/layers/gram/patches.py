@@ -21,7 +21,7 @@ def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0) -> None:
 
     g are the channels of ``maps [B, n c, *spatial]``.
 
-    Maps of any strides and floating dtype are cast to the dtype of ``out``.
+    Maps may have any strides and floating dtype; see `add_row_gram_`.
     """
     groups, channels, _ = out.shape
     last = maps.movedim(1, -1)
@@ -41,7 +41,7 @@ def add_patch_gram_(out: Tensor, maps: Tensor, window: Window, *, bias: bool = F
     """Add ``scale`` Σ_b Σ_t a aᵀ to the lower triangles of ``out [n, i, i]``.
 
     a are the patches of ``maps [B, C, *spatial]``; i is C/n · Π kernel_size, and one more when ``bias``: patches then
-    end in a 1. Maps of any strides and floating dtype are cast to the dtype of ``out``.
+    end in a 1. Maps may have any strides and floating dtype; see `add_row_gram_`.
     """
     groups, piece = len(out), _piece(out)
     if on_host(maps):  # a GPU copies the patches as they are

@@ -6,7 +6,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from natgrad.linalg.device import adds_16_bits_in_float32, on_host
+from natgrad.linalg.device import adds_in_float32, on_host
 
 _CPU_PANEL, _GPU_PANEL = 112, 1024
 """About how many rows of a product are computed at a time, or a twelfth of all. A GPU needs few large products."""
@@ -22,12 +22,12 @@ def add_row_gram_(out: Tensor, rows: Tensor, *, scale: float = 1.0, bias: bool =
     Args:
         out: ``[d, d]`` or stacked ``[N, d, d]``, with one more row and column when ``bias``.
         rows: ``[m, d]`` or stacked ``[N, m, d]``, of any strides and floating dtype. They are cast to that of ``out``,
-            except those of 16 bits that the device multiplies as they are, with sums in float32 (Osawa 2019, 3.4).
+            unless `adds_in_float32` (Osawa 2019, 3.4).
         scale: Factor of the product.
         bias: Whether the rows end in a 1.
     """
-    size, narrow = rows.shape[-1], rows.dtype.itemsize == 2 and out.dtype == torch.float32
-    if not (narrow and adds_16_bits_in_float32(rows.device)):
+    size = rows.shape[-1]
+    if not (out.dtype == torch.float32 and adds_in_float32(rows)):
         rows = rows.to(out.dtype)
     if out.ndim == 3 and len(out) == 1:
         out, rows = out[0], rows.flatten(0, -2)
