@@ -483,7 +483,7 @@ def plot_short(data: Mapping[str, Any], scores: Scores, path: Path) -> None:
     """Draw the curves of natural Muon, Muon and AdamW on each task, and below them what they cost."""
     looks: dict[str, dict[str, Any]] = {
         OURS: {"color": "black", "linewidth": 2.0, "marker": "o", "markersize": 5},
-        "torch-muon": {"color": "#D55E00", "linewidth": 1.5, "linestyle": "--", "marker": "s", "markersize": 8},
+        "muon": {"color": "#D55E00", "linewidth": 1.5, "linestyle": "--", "marker": "s", "markersize": 8},
         "adamw": {"color": "#0072B2", "linewidth": 1.5, "linestyle": ":", "marker": "^", "markersize": 7},
     }
     looks = {name: {**look, "mfc": "none"} for name, look in looks.items() if name in data["methods"]}
